@@ -1,0 +1,205 @@
+"""What a run can be told: one frozen class a section, each field with its default, its meaning and its bounds.
+
+This file is the only place where defaults live. `doc` is shown by `ckptrain explain`; `at_least`, `above`, `at_most`
+and `below` are checked by `load` together with the types, so that a config's problems are all told at once. The LoRA
+keys are those of NeMo-RL and Megatron-Bridge, with their meaning unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+from ckptrain.config.fields import option, section
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """The pretrained base model, and how Megatron holds it."""
+
+    pretrained: str = option(
+        "A Hub id, a local Hugging Face directory, a .gguf file, or `package:NAME/FILE` for a file shipped in an"
+        " installed Python package. Relative paths are relative to the config file."
+    )
+    revision: str | None = option("Branch, tag or commit of a Hub id; a local path has none.", default=None)
+    adapter: str | None = option(
+        "Start from this adapter (a run directory or a checkpoint of ckptrain) instead of a new one.", default=None
+    )
+    dtype: Literal["bfloat16", "float32"] = option(
+        "Type of the base weights and of the arithmetic; with bfloat16 the optimizer keeps float32 masters.",
+        default="bfloat16",
+    )
+    backend: Literal["auto", "transformer_engine", "local"] = option(
+        "Layers of Transformer Engine, or megatron-core's own; auto takes Transformer Engine where it is installed and"
+        " there is a GPU.",
+        default="auto",
+    )
+    verify: Literal["auto", "always", "never"] = option(
+        "Compare the logits of a short probe with Hugging Face after loading; auto does so where the base has at most"
+        " 1.5 billion parameters, and says so where it does not.",
+        default="auto",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: y = W x + (alpha / dim) * B A x, with W frozen (Hu et al. 2021, arXiv:2106.09685)."""
+
+    enabled: bool = option("ckptrain trains adapters only; false is refused.", default=True)
+    target_modules: tuple[str, ...] = option(
+        "Modules to adapt: Megatron names (linear_qkv, linear_proj, linear_fc1, linear_fc2), wildcards on full names"
+        " (*.layers.0.*.linear_qkv), Hugging Face names (q_proj) or all-linear. Empty: every linear layer.",
+        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    )
+    exclude_modules: tuple[str, ...] = option(
+        "Modules to leave out, in the same notation; needs an empty target_modules.", default=()
+    )
+    dim: int = option("Rank of the adapters.", default=8, at_least=1)
+    alpha: int = option("Scale: an adapter's output is multiplied by alpha / dim.", default=32, at_least=1)
+    dropout: float = option("Dropout on the adapter's path.", default=0.0, at_least=0.0, below=1.0)
+    dropout_position: Literal["pre", "post"] = option(
+        "Dropout before A (as Hugging Face PEFT has it) or after B.", default="post"
+    )
+    lora_A_init_method: Literal["xavier", "normal", "kaiming", "zero"] = option(
+        "Initial A: Xavier normal over the whole (not the sharded) matrix, normal with deviation 0.2, Kaiming uniform"
+        " with a = sqrt(5), or zeros.",
+        default="xavier",
+    )
+    lora_B_init_method: Literal["xavier", "normal", "kaiming", "zero"] = option(
+        "Initial B, like lora_A_init_method; zero starts from the base model exactly.", default="zero"
+    )
+    a2a_experimental: bool = option(
+        "All-to-all instead of all-gather for adapters under sequence parallelism (Megatron-Bridge, experimental).",
+        default=False,
+    )
+    lora_dtype: Literal["bfloat16", "float32"] | None = option(
+        "Type of the adapter weights; null is the model's.", default=None
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ParallelConfig:
+    """How the model is laid over processes; what is left of the world is data parallel."""
+
+    tensor: int = option("Tensor parallel size; must divide the attention heads.", default=1, at_least=1)
+    pipeline: int = option("Pipeline stages; must divide the layers.", default=1, at_least=1)
+    context: int = option("Context parallel size (needs Transformer Engine).", default=1, at_least=1)
+    expert: int = option("Expert parallel size (mixture-of-experts models).", default=1, at_least=1)
+    sequence: bool = option("Sequence parallelism: shard the activations between tensor parallel regions.", default=False)
+
+
+@attrs.frozen(kw_only=True)
+class DataConfig:
+    """Which samples, and how they become tokens."""
+
+    train: str = option("JSONL file of training samples; relative to the config file.")
+    validation: str | None = option("JSONL file of validation samples; null trains without.", default=None)
+    format: Literal["auto", "messages", "prompt_completion"] = option(
+        "messages: {messages: [{role, content}, ...]}; prompt_completion: {prompt, completion}; auto decides by the keys"
+        " of the first row.",
+        default="auto",
+    )
+    sequence_length: int = option("Tokens in one row of a batch.", default=1024, at_least=8)
+    packing: bool = option(
+        "Several samples in a row, which never attend to each other; false gives each sample a row of its own.",
+        default=True,
+    )
+    loss_on: Literal["assistant", "last_assistant", "completion", "all"] = option(
+        "Tokens that are learnt: all assistant turns, the last one only, everything after the prompt, or all.",
+        default="assistant",
+    )
+    on_too_long: Literal["refuse", "drop", "truncate"] = option(
+        "A sample longer than sequence_length: an error that names it, left out (counted), or cut at the end (counted).",
+        default="refuse",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = option("Peak learning rate.", default=1.0e-4, above=0.0)
+    min_lr: float = option("Learning rate at the end of the cosine.", default=0.0, at_least=0.0)
+    weight_decay: float = option("Decoupled weight decay.", default=0.0, at_least=0.0)
+    betas: tuple[float, float] = option("Decay rates of the two moments.", default=(0.9, 0.95), at_least=0.0, below=1.0)
+    eps: float = option("Term added to the denominator.", default=1.0e-8, above=0.0)
+    clip_grad: float = option("Largest global gradient norm; 0 does not clip.", default=1.0, at_least=0.0)
+    schedule: Literal["cosine", "constant"] = option("Learning rate after the warm-up.", default="cosine")
+    warmup_steps: int = option("Steps of linear warm-up from 0.", default=0, at_least=0)
+
+
+@attrs.frozen(kw_only=True)
+class TrainConfig:
+    """How long, in which portions, from where."""
+
+    steps: int = option("Optimizer steps in all, those before a resume included.", default=100, at_least=1)
+    micro_batch_size: int = option("Rows of sequence_length in one forward pass of one process.", default=1, at_least=1)
+    global_batch_size: int = option(
+        "Rows in one optimizer step, over all processes; a multiple of micro_batch_size times the data parallel size.",
+        default=8,
+        at_least=1,
+    )
+    seed: int = option("Seed of adapters, order of samples and dropout.", default=1234, at_least=0)
+    start: Literal["auto", "fresh", "resume"] = option(
+        "auto resumes where this run has a checkpoint and starts otherwise; fresh and resume insist.", default="auto"
+    )
+    deterministic: bool = option("Refuse operations that are not reproducible bit for bit.", default=False)
+    max_minutes: float | None = option("Save and stop (exit status 75) after this long.", default=None, above=0.0)
+    eval_every_steps: int | None = option(
+        "Validate every so many steps; null validates at the start and at the end only.", default=None, at_least=1
+    )
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every_steps: int = option("Save every so many steps; the last step is always saved.", default=50, at_least=1)
+    keep_last: int = option("Newest checkpoints to keep.", default=3, at_least=1)
+    keep_best: int = option("Best checkpoints by `metric` to keep as well.", default=0, at_least=0)
+    metric: Literal["val_loss"] = option("What keep_best goes by; lower is better.", default="val_loss")
+    asynchronous: bool = option(
+        "Go on training while a checkpoint is written: the step pays for the copy to host memory only.", default=True
+    )
+    on_damaged: Literal["fallback", "refuse"] = option(
+        "A damaged checkpoint at a start: move it to quarantine/ and use the one before, or stop.", default="fallback"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RestoreConfig:
+    """What a resume takes from the checkpoint besides the adapter; leaving something out is journaled and shown."""
+
+    optimizer: bool = option("Moments and masters of the optimizer; false starts them anew.", default=True)
+    rng: bool = option("States of the random number generators; false seeds them from (seed, step, rank).", default=True)
+
+
+@attrs.frozen(kw_only=True)
+class LogConfig:
+    """What a run tells while it goes."""
+
+    every_steps: int = option("Print and record every so many steps.", default=1, at_least=1)
+    tensorboard: bool = option("Write TensorBoard events to RUN/tensorboard.", default=True)
+    wandb: dict[str, Any] | None = option("Arguments of wandb.init (extra `wandb`).", default=None)
+    mlflow: dict[str, Any] | None = option("{tracking_uri, experiment, run_name} (extra `mlflow`).", default=None)
+    sample_tokens: int = option(
+        "Answer the first validation sample before and after training, greedily, with up to so many tokens; 0 does not.",
+        default=0,
+        at_least=0,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RunConfig:
+    """Everything one run is told."""
+
+    model: ModelConfig = section(ModelConfig)
+    lora: LoraConfig = section(LoraConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    data: DataConfig = section(DataConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    train: TrainConfig = section(TrainConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    restore: RestoreConfig = section(RestoreConfig)
+    log: LogConfig = section(LogConfig)
