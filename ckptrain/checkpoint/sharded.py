@@ -1,0 +1,164 @@
+"""Tensors in and out of a checkpoint, each process its own pieces, through torch.distributed.checkpoint (DCP).
+
+A state is a flat mapping from global names to tensors: plain ones, or any that implement DCP's protocol for pieces of a
+larger tensor. Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are
+pickles, so there are none; its `.metadata` is a pickle, so it is read by an unpickler that knows DCP's types alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from ckptrain.checkpoint.ranks import rank, world_size
+from ckptrain.errors import CheckpointDamaged, SaveFailed
+
+_METADATA_FILE = ".metadata"
+# Everything that DCP itself puts into `.metadata`; a pickle that names anything else is not one of DCP's.
+_DCP_TYPES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name in ("float32", "bfloat16", "float16", "float64", "uint8", "int32", "int64", "bool")),
+}
+
+
+@attrs.frozen(kw_only=True)
+class StoredTensor:
+    """A tensor as a whole, as it lies in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, without the marks that make two saves of the same state differ (a random id, the path)."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+
+    def storage_meta(self) -> None:
+        return None
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, with a `.metadata` that cannot run code."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._directory = directory
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(self._directory)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _DCP_TYPES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a type of DCP's metadata")
+        return super().find_class(module, name)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read DCP's `.metadata` without running code from it.
+
+    Raises:
+        CheckpointDamaged: it is missing, not DCP's, or holds entries that torch would unpickle without restriction.
+    """
+    path = directory / _METADATA_FILE
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointDamaged(f"{path} cannot be read", [f"{type(error).__name__}: {error}"]) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointDamaged(f"{path} cannot be read", [f"it holds a {type(metadata).__name__}, not DCP's Metadata"])
+    foreign = [
+        name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
+    ]
+    if foreign:
+        raise CheckpointDamaged(
+            f"{directory} is not a checkpoint of ckptrain",
+            [f"{name} is a pickled object; ckptrain stores tensors only" for name in foreign[:10]],
+        )
+    return metadata
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
+    """Return what a DCP directory holds, by name."""
+    return {
+        name: StoredTensor(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+        for name, entry in sorted(metadata.state_dict_metadata.items())
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, StoredTensor]:
+    """Write a state, every process its pieces; collective. Returns all tensors of all processes, by name.
+
+    Raises:
+        SaveFailed: any process could not write; on every rank.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        metadata = dcp.save(
+            dict(state), storage_writer=_Writer(directory), planner=dcp.DefaultSavePlanner(), no_dist=world_size() == 1
+        )
+    except CheckpointException as error:
+        reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
+        raise SaveFailed(f"could not write {directory}: {'; '.join(reasons)}") from error
+    except OSError as error:
+        raise SaveFailed(f"could not write {directory}: {_reason(error)}") from error
+    assert isinstance(metadata, Metadata)
+    return stored_tensors(metadata)
+
+
+def load_tensors(state: Mapping[str, Tensor], directory: Path) -> None:
+    """Read into the tensors of a state, in place, every process its pieces of however many were written; collective.
+
+    Raises:
+        CheckpointDamaged: a tensor is missing, has another shape, or its file cannot be read.
+    """
+    try:
+        dcp.load(
+            dict(state),
+            storage_reader=_Reader(directory),
+            planner=dcp.DefaultLoadPlanner(allow_partial_load=False),
+            no_dist=world_size() == 1,
+        )
+    except CheckpointException as error:
+        reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
+        raise CheckpointDamaged(f"could not read {directory}", reasons) from error
+
+
+def files_of_this_rank(directory: Path) -> list[Path]:
+    """Return the files under `directory` that this process wrote: its own data, and on rank 0 the metadata."""
+    mine = sorted(directory.rglob(f"__{rank()}_*.distcp"))
+    return [*mine, *sorted(directory.rglob(_METADATA_FILE))] if rank() == 0 else mine
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{os.strerror(error.errno)} ({error.filename})" if error.filename else os.strerror(error.errno)
+    return f"{type(error).__name__}: {error}"

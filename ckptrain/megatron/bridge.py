@@ -1,0 +1,101 @@
+"""Import what is needed of Megatron-Bridge: conversion for one architecture, and its LoRA, with or without TE.
+
+`import megatron.bridge` imports every model family it knows. Here the two packages on the way are entered as bare
+packages (a `__path__` and nothing else), so that only the modules asked for are imported: 3 s become 1 s, and what does
+not install on an ordinary machine is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from ckptrain.megatron.platform import enter_platform, has_transformer_engine
+
+# Hugging Face architecture -> the module of Megatron-Bridge that registers its conversion.
+_FAMILY_MODULES = {
+    "LlamaForCausalLM": "megatron.bridge.models.llama.llama_bridge",
+    "MistralForCausalLM": "megatron.bridge.models.mistral.mistral_bridge",
+    "Qwen2ForCausalLM": "megatron.bridge.models.qwen.qwen2_bridge",
+    "Qwen3ForCausalLM": "megatron.bridge.models.qwen.qwen3_bridge",
+    "Qwen3MoeForCausalLM": "megatron.bridge.models.qwen.qwen3_moe_bridge",
+}
+
+
+def _enter_bare_package(name: str) -> None:
+    """Put a package into sys.modules without running its `__init__`."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError(f"{name} is not an installed package")
+    package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules[name] = package
+    parent, _, child = name.rpartition(".")
+    setattr(sys.modules[parent], child, package)
+
+
+@contextlib.contextmanager
+def _stand_in_transformer_engine() -> Iterator[None]:
+    """Give `import transformer_engine.pytorch` something to find.
+
+    Megatron-Bridge's lora_layers imports it unconditionally and uses three names in isinstance checks only. The
+    stand-ins are taken out again, or other modules would believe that Transformer Engine is there.
+    """
+    never = type("NeverInstantiated", (), {})
+    pytorch: Any = types.ModuleType("transformer_engine.pytorch")
+    pytorch.Linear = pytorch.LayerNormLinear = never
+    pytorch.ops = types.SimpleNamespace(Sequential=never)
+    package: Any = types.ModuleType("transformer_engine")
+    package.pytorch = pytorch
+    names = {"transformer_engine": package, "transformer_engine.pytorch": pytorch}
+    sys.modules.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+@functools.cache
+def enter_megatron() -> None:
+    """Import megatron-core and prepare Megatron-Bridge's packages and its LoRA, once in a process."""
+    enter_platform()
+    with warnings.catch_warnings():
+        # Megatron warns of every optional package that it does without, and lists its buffers and settings.
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        importlib.import_module("megatron.core")
+        _enter_bare_package("megatron.bridge")
+        # This module sets its own level and handler; what it would tell is that Transformer Engine is absent.
+        importlib.import_module("megatron.bridge.utils.import_utils").logger.setLevel(logging.ERROR)
+        if has_transformer_engine():
+            importlib.import_module("megatron.bridge.peft.lora_layers")
+        else:
+            with _stand_in_transformer_engine():
+                importlib.import_module("megatron.bridge.peft.lora_layers")
+            # It finds Transformer Engine's class names, bound to None, and would pass them to isinstance.
+            importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
+            importlib.import_module("megatron.bridge.peft.module_matcher").HAVE_TE_COL_LINEAR = False
+        importlib.import_module("megatron.bridge.peft.lora")
+        _enter_bare_package("megatron.bridge.models")
+        importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+
+
+def auto_bridge(architecture: str) -> Any:
+    """Return Megatron-Bridge's AutoBridge class, with the conversion of one Hugging Face architecture registered."""
+    enter_megatron()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(_FAMILY_MODULES[architecture])
+    return importlib.import_module("megatron.bridge.models.conversion.auto_bridge").AutoBridge

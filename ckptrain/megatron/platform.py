@@ -1,0 +1,74 @@
+"""Where does this process compute? CUDA if there is one, otherwise the CPU; with or without Transformer Engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Literal
+
+import attrs
+import torch
+
+from ckptrain.errors import ConfigError
+from ckptrain.megatron.cpu import enter_cpu
+from ckptrain.megatron.cuda import enter_cuda
+
+Backend = Literal["transformer_engine", "local"]
+
+
+@attrs.frozen(kw_only=True)
+class Platform:
+    """The device of this process and how processes talk to each other."""
+
+    name: Literal["cuda", "cpu"]
+    device: torch.device
+    process_group_backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Tell whether there is a GPU."""
+        return self.name == "cuda"
+
+
+@functools.cache
+def enter_platform() -> Platform:
+    """Choose the platform and prepare it, once in a process and before anything of Megatron is imported."""
+    if torch.cuda.is_available():
+        enter_cuda()
+        return Platform(
+            name="cuda",
+            device=torch.device("cuda", torch.cuda.current_device()),
+            process_group_backend="cpu:gloo,cuda:nccl",
+        )
+    enter_cpu()
+    return Platform(name="cpu", device=torch.device("cpu"), process_group_backend="gloo")
+
+
+def has_transformer_engine() -> bool:
+    """Tell whether Transformer Engine for torch is installed (without importing it)."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def choose_backend(asked: str, platform: Platform) -> tuple[Backend, str]:
+    """Return whose layers the model is made of, and why in words.
+
+    Raises:
+        ConfigError: Transformer Engine was asked for where it cannot run.
+    """
+    installed = has_transformer_engine()
+    if asked == "local":
+        return "local", "model.backend is local"
+    if asked == "transformer_engine":
+        missing = [] if installed else ["Transformer Engine is not installed (extra `te`)"]
+        missing += [] if platform.is_cuda else ["there is no GPU"]
+        if missing:
+            raise ConfigError(
+                "model.backend is transformer_engine, which cannot run here",
+                [*missing, "set model.backend=auto or local"],
+            )
+        return "transformer_engine", "model.backend is transformer_engine"
+    if not platform.is_cuda:
+        return "local", "there is no GPU"
+    if not installed:
+        return "local", "Transformer Engine is not installed"
+    return "transformer_engine", "there is a GPU and Transformer Engine is installed"

@@ -1,0 +1,74 @@
+"""Which process am I, and whom do I talk to? torch's process groups and megatron-core's, opened and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ckptrain.config.layout import Layout
+from ckptrain.megatron.bridge import enter_megatron
+from ckptrain.megatron.platform import enter_platform
+
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@contextlib.contextmanager
+def open_process_group() -> Iterator[None]:
+    """Join the other processes of this launch (torchrun's environment), or be alone; leave at the end.
+
+    A process group that the embedding program opened already is used and left open.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    backend = enter_platform().process_group_backend
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        # A store in memory: alone, there is no port to open and none to be taken.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def open_model_parallel(layout: Layout, seed: int) -> None:
+    """Make megatron-core's groups for a layout, and seed every generator of this process.
+
+    Tensor parallel ranks share the default stream (what they compute alike they drop out alike) and have their own in
+    megatron-core's tracker; pipeline stages and data parallel ranks differ in both.
+    """
+    enter_megatron()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        # Experts are not cut across tensor ranks: Megatron-Bridge's expert adapters are wrong where they are.
+        expert_tensor_parallel_size=1 if layout.expert > 1 else None,
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    process_seed = seed + 100_003 * stage + 1_009 * replica
+    torch.manual_seed(process_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(process_seed, force_reset_rng=True)
+
+
+def close_model_parallel() -> None:
+    """Forget megatron-core's groups, so that another run can open its own in this process."""
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state.destroy_model_parallel()
+    destroy_rerun_state_machine()
