@@ -1,0 +1,67 @@
+"""Rows: every sample once, none too long, nearly full, and the same on every start."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptrain.data.packing import one_sample_rows, packed_rows
+
+
+def fewest_rows(lengths: list[int], row_tokens: int) -> int:
+    """Bound the number of rows from below: by volume, and by samples of which no two fit in one row."""
+    return max(-(-sum(lengths) // row_tokens), sum(2 * length > row_tokens for length in lengths))
+
+
+@given(lengths=st.lists(st.integers(1, 64), max_size=120), seed=st.integers(0, 1000))
+def test_every_sample_is_in_one_row_and_no_row_is_too_long(lengths: list[int], seed: int) -> None:
+    """For any lengths."""
+    rows = packed_rows(lengths, 64, seed)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[index] for index in row) <= 64 for row in rows)
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=120))
+def test_no_two_rows_could_have_been_one(lengths: list[int]) -> None:
+    """What every best-fit packing promises; packing each sample alone would break it."""
+    filled = sorted(sum(lengths[index] for index in row) for row in packed_rows(lengths, 64, 0))
+    assert len(filled) < 2 or filled[0] + filled[1] > 64
+
+
+def test_a_hundred_thousand_samples_are_packed_almost_full_within_seconds() -> None:
+    """At most one row in a hundred above the lower bound, for lengths as chat data has them."""
+    draw = random.Random(0)
+    lengths = [min(2048, max(8, int(draw.lognormvariate(5.5, 0.8)))) for _ in range(100_000)]
+    began = time.perf_counter()
+    rows = packed_rows(lengths, 2048, 0)
+    assert time.perf_counter() - began < 20
+    assert len(rows) <= 1.01 * fewest_rows(lengths, 2048)
+
+
+def test_rows_depend_on_the_seed_and_on_nothing_else() -> None:
+    """A resume must find the rows of the run it goes on with."""
+    lengths = [8, 8, 8, 5, 5, 3, 3, 3, 8, 8, 8, 8] * 10
+    assert packed_rows(lengths, 20, 1) == packed_rows(tuple(lengths), 20, 1)
+    assert packed_rows(lengths, 20, 1) != packed_rows(lengths, 20, 2)
+
+
+def test_samples_of_one_length_are_mixed() -> None:
+    """A file sorted by subject does not give rows of one subject."""
+    rows = packed_rows([10] * 100, 100, 0)
+    assert len(rows) == 10
+    assert all(max(row) - min(row) > 20 for row in rows)
+
+
+def test_a_sample_that_no_row_takes_is_a_fault_of_the_caller() -> None:
+    """Too long samples are dealt with before rows are made."""
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, a row takes 8"):
+        packed_rows([3, 9], 8, 0)
+
+
+def test_without_packing_a_row_is_a_sample() -> None:
+    """In the order of the file; the order of training shuffles them."""
+    assert one_sample_rows(3) == ((0,), (1,), (2,))
