@@ -1,1 +1,22 @@
-"""x"""
+"""ckptrain: checkpoint-centric, resumable LoRA fine-tuning under Megatron.
+
+The four verbs below are all that a larger program needs. They are imported when first used, so `import ckptrain` costs
+nothing and loads neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptrain.api import export, plan, resume, run
+
+__version__ = "0.1.0"
+__all__ = ["export", "plan", "resume", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("ckptrain.api"), name)
+    raise AttributeError(f"module 'ckptrain' has no attribute {name!r}")

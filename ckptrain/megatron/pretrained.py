@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import attrs
 from filelock import FileLock
 
 from ckptrain.config.base import Base
@@ -16,7 +17,7 @@ from ckptrain.config.identity import base_identity
 from ckptrain.errors import ConfigError
 
 # Raised whenever what a conversion writes changes, so that an old result in the cache is not taken for a new one.
-_CONVERSION = "gguf-1"
+_CONVERSION = "gguf-v1"
 
 
 def cache_directory() -> Path:
@@ -26,16 +27,28 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckptrain"
 
 
+def fetch(base: Base) -> Base:
+    """Return the base with its files on this machine: a Hub model that is not there yet is downloaded.
+
+    Raises:
+        ConfigError: it cannot be downloaded.
+    """
+    if base.path is not None:
+        return base
+    path = _download(base)
+    return attrs.evolve(base, path=path, revision=path.name)
+
+
 def local_directory(base: Base) -> Path:
-    """Return a Hugging Face directory (config, safetensors, tokenizer) of the base on this machine.
+    """Return a Hugging Face directory (config, safetensors, tokenizer) of a base that has been fetched.
 
     Every process calls it; on each machine one does the work and the others wait for it.
 
     Raises:
-        ConfigError: the Hub model cannot be fetched, or the GGUF file cannot be read.
+        ConfigError: the GGUF file cannot be read.
     """
     if base.path is None:
-        return _download(base)
+        raise ValueError(f"{base.name} has not been fetched")
     return _convert_gguf(base, base.path) if base.kind == "gguf" else base.path
 
 
@@ -104,6 +117,9 @@ def _write_directory(path: Path, directory: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        # transformers takes the end of a text from its class, not from the file: for SmolLM2 that is the wrong token.
+        if (end := model.config.eos_token_id) is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         with contextlib.redirect_stdout(None):
             tokenizer.save_pretrained(directory)
             model.save_pretrained(directory)

@@ -6,7 +6,8 @@ any other; random generators belong to a rank and go back to it only where the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
@@ -48,6 +49,23 @@ def _pieces(name: str, pieces: list[ShardedTensor], *, to_save: bool) -> dict[st
     if not shards:
         return {}
     return {name: shards[0] if len(shards) == 1 else LocalShardsContainer(shards)}
+
+
+def blank(state: Mapping[str, Tensor]) -> None:
+    """Overwrite this process's pieces with NaN, so that what a read then leaves out is seen."""
+    for tensor in state.values():
+        for piece in _local_data(tensor):
+            piece.fill_(math.nan)
+
+
+def count_filled(state: Mapping[str, Tensor]) -> int:
+    """Return how many tensors of a state have no NaN in this process's pieces."""
+    return sum(all(not piece.isnan().any() for piece in _local_data(tensor)) for tensor in state.values())
+
+
+def _local_data(tensor: Tensor) -> list[Tensor]:
+    shards = tensor._local_shards if isinstance(tensor, LocalShardsContainer) else [tensor]
+    return [shard._sh_ten.data for shard in shards]
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -57,9 +57,16 @@ def open_model_parallel(layout: Layout, seed: int) -> None:
         # Experts are not cut across tensor ranks: Megatron-Bridge's expert adapters are wrong where they are.
         expert_tensor_parallel_size=1 if layout.expert > 1 else None,
     )
+    seed_generators(seed)
+
+
+def seed_generators(seed: int, step: int = 0) -> None:
+    """Seed every random generator of this process from (seed, step, rank)."""
+    from megatron.core import parallel_state, tensor_parallel
+
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    process_seed = seed + 100_003 * stage + 1_009 * replica
+    process_seed = (seed + 100_003 * stage + 1_009 * replica + 7_368_787 * step) % 2**31
     torch.manual_seed(process_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(process_seed, force_reset_rng=True)
 

@@ -1,0 +1,121 @@
+"""The verbs of ckptrain as functions; the command line and other programs call the same ones.
+
+A configuration may be given as a path to YAML or JSON, a mapping, or a `RunConfig`. Errors are `ckptrain.errors`'; each
+message is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.config.load import load_config, unflatten
+from ckptrain.config.schema import RunConfig
+from ckptrain.errors import CheckpointNotFound
+
+if TYPE_CHECKING:
+    from ckptrain.convert.to_peft import Export
+    from ckptrain.training.observers import Observer
+    from ckptrain.training.run import RunResult
+    from ckptrain.training.start import Start, Survey
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
+
+
+def default_run_dir(source: Source) -> Path:
+    """Return the run directory that a configuration file gets when none is named: runs/NAME below the working directory.
+
+    Raises:
+        ValueError: the configuration is not a file, so a run directory must be named.
+    """
+    if isinstance(source, str | os.PathLike):
+        return Path("runs") / Path(source).stem
+    raise ValueError("give run_dir: a configuration that is not a file has no name to make one from")
+
+
+def run(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    observers: Iterable[Observer] = (),
+) -> RunResult:
+    """Start a run, or go on with the one in `run_dir`; in every process of a launch, or in a single one.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    loaded = load_config(config, overrides)
+    directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
+    from ckptrain.training.run import run_training
+
+    return run_training(loaded, directory.absolute(), observers)
+
+
+def resume(
+    run_dir: str | os.PathLike[str], overrides: Sequence[str] = (), *, observers: Iterable[Observer] = ()
+) -> RunResult:
+    """Go on with a run as it was last asked to be.
+
+    Raises:
+        CheckpointNotFound: `run_dir` is not a run directory.
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    return run(config_of_run(Path(run_dir)), overrides, run_dir=run_dir, observers=observers)
+
+
+def config_of_run(run_dir: Path) -> RunConfig:
+    """Return what a run was last asked to be: RUN/run.yaml, or where that is lost what its newest checkpoint says.
+
+    Raises:
+        CheckpointNotFound: the directory is not that of a run.
+    """
+    if (run_dir / "run.yaml").is_file():
+        return load_config(run_dir / "run.yaml")
+    newest = CheckpointStore(run_dir).newest()
+    if newest is None:
+        raise CheckpointNotFound(
+            f"{run_dir} is not a run directory: expected run.yaml or checkpoints/ in it; start one with `ckptrain run"
+            f" CONFIG --run-dir {run_dir}`"
+        )
+    return load_config(unflatten(newest.manifest.config))
+
+
+def plan(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    world_size: int = 1,
+) -> tuple[Survey, Start]:
+    """Return what `run` would do, changing nothing; loads no torch.
+
+    Raises:
+        CkptrainError: what `run` would refuse.
+    """
+    loaded = load_config(config, overrides)
+    directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
+    from ckptrain.training.start import decide_start, survey_run
+
+    survey = survey_run(loaded, world_size)
+    return survey, decide_start(survey, directory.absolute(), read_contents=False)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> Export:
+    """Write the adapter of a checkpoint (or of a run's newest one) as a Hugging Face PEFT directory.
+
+    Raises:
+        CkptrainError: the path is no checkpoint, it is damaged, or `out` exists and `overwrite` is false.
+    """
+    from ckptrain.convert.to_peft import export_adapter
+
+    return export_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite)

@@ -1,0 +1,196 @@
+"""Whether a checkpoint is what its manifest says, and how bytes get to the disk for good."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+
+from ckptrain.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, parse_manifest
+from ckptrain.errors import CheckpointDamaged, CkptrainError
+from ckptrain.lifecycle.facts import CheckpointFacts
+
+
+@attrs.frozen(kw_only=True)
+class CommittedCheckpoint:
+    """A checkpoint directory whose manifest parses and whose files are there with the stated sizes.
+
+    The contents of the files have not been read: that is `verify_files`, which takes as long as reading them does.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    def facts(self) -> CheckpointFacts:
+        """Return what a start is decided from."""
+        manifest = self.manifest
+        groups = {tensor.group for tensor in manifest.tensors.values()}
+        return CheckpointFacts(
+            path=self.path,
+            run_id=manifest.run_id,
+            step=manifest.step,
+            consumed_samples=manifest.consumed_samples,
+            consumed_tokens=manifest.consumed_tokens,
+            base=manifest.base,
+            tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+            data=manifest.data,
+            lora=manifest.lora,
+            layout=manifest.layout,
+            has_optimizer="optimizer" in groups,
+            has_rng="rng" in groups,
+            config=manifest.config,
+            versions=manifest.versions,
+        )
+
+
+def open_checkpoint(path: Path) -> CommittedCheckpoint:
+    """Return the checkpoint in directory `path`, after the checks that cost no reading of tensors.
+
+    Raises:
+        CheckpointDamaged: it is not complete; the problems are listed.
+        WrittenByNewer: its manifest is of a later format.
+        CkptrainError: the disk does not let it be read, which says nothing about the checkpoint.
+    """
+    if problem := _directory_problem(path):
+        raise CheckpointDamaged(f"{path} is damaged", [f"it {problem}"])
+    if problem := _file_problem(path / MANIFEST_NAME):
+        raise CheckpointDamaged(f"{path} is damaged", [f"{MANIFEST_NAME} {problem}"])
+    try:
+        data = (path / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise _unreadable(path / MANIFEST_NAME, error) from error
+    manifest = parse_manifest(data, str(path / MANIFEST_NAME))
+    if problems := _presence_problems(path, manifest):
+        raise CheckpointDamaged(f"{path} is damaged", [f"{name} {problem}" for name, problem in problems.items()])
+    return CommittedCheckpoint(path=path, manifest=manifest)
+
+
+def hash_file(path: Path) -> FileDigest:
+    """Return the size and SHA-256 of a file, read in one pass.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def verify_files(checkpoint: CommittedCheckpoint, parallel: int = 4) -> list[str]:
+    """Read every file of the checkpoint and return what differs from its manifest; an empty list means intact.
+
+    Told apart: a file that is missing, is shorter or longer than stated, has other contents, is a symbolic link, or is
+    there without being listed. `parallel` files are read at a time (hashing releases the interpreter's lock).
+    """
+    root, files = checkpoint.path, checkpoint.manifest.files
+    problems = _presence_problems(root, checkpoint.manifest)
+    for path in _paths_below(root):
+        if path not in files and path not in problems and path != MANIFEST_NAME:
+            problems[path] = "is a symbolic link" if (root / path).is_symlink() else "is not listed in the manifest"
+    present = [path for path in files if path not in problems and not problems.keys() & _parents(path)]
+    with ThreadPoolExecutor(max_workers=parallel) as pool:
+        contents = pool.map(lambda path: _content_problem(root / path, files[path]), present)
+        problems |= {path: problem for path, problem in zip(present, contents, strict=True) if problem is not None}
+    return [f"{path} {problem}" for path, problem in sorted(problems.items())]
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until the contents of a file are on disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk: a file is found after a power failure only if its name is."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _presence_problems(root: Path, manifest: Manifest) -> dict[str, str]:
+    """Return, by path, what is not there or not of the stated size."""
+    found: dict[str, str | None] = {}
+    for directory in sorted({parent for path in manifest.files for parent in _parents(path)}):
+        if not found.keys() & _parents(directory):
+            found[directory] = _directory_problem(root / directory)
+    broken = {directory for directory, problem in found.items() if problem is not None}
+    for path, digest in sorted(manifest.files.items()):
+        if not broken & _parents(path):
+            found[path] = _file_problem(root / path, digest.num_bytes)
+    return {path: problem for path, problem in found.items() if problem is not None}
+
+
+def _parents(path: str) -> set[str]:
+    parts = path.split("/")[:-1]
+    return {"/".join(parts[: index + 1]) for index in range(len(parts))}
+
+
+def _directory_problem(path: Path) -> str | None:
+    """Say why `path` is no directory of its own: a link could lead anywhere, and change without being seen."""
+    status = _status(path)
+    if status is None:
+        return "is missing"
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    return None if stat.S_ISDIR(status.st_mode) else "is not a directory"
+
+
+def _file_problem(path: Path, num_bytes: int | None = None) -> str | None:
+    """Say why `path` is no file of its own, of `num_bytes` where that is given."""
+    status = _status(path)
+    if status is None:
+        return "is missing"
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    if num_bytes is None or status.st_size == num_bytes:
+        return None
+    word = "truncated" if status.st_size < num_bytes else "too long"
+    return f"is {word}: {status.st_size} bytes, expected {num_bytes}"
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _content_problem(path: Path, expected: FileDigest) -> str | None:
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found.sha256 == expected.sha256:
+        return None
+    return f"has other contents: SHA-256 {found.sha256[:12]}..., expected {expected.sha256[:12]}..."
+
+
+def _paths_below(root: Path) -> Iterator[str]:
+    """Give the relative paths of all files and links below `root`, following no link."""
+    for directory, subdirectories, files in os.walk(root):
+        links = [name for name in subdirectories if (Path(directory) / name).is_symlink()]
+        for name in sorted(files + links):
+            yield (Path(directory) / name).relative_to(root).as_posix()
+
+
+def _unreadable(path: Path, error: OSError) -> CkptrainError:
+    return CkptrainError(f"cannot read {path}: {error.strerror}; this says nothing about what is in it")

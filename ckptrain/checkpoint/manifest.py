@@ -1,0 +1,228 @@
+"""The manifest: what a checkpoint says it is, written last, so that its presence says that the rest is there.
+
+manifest.json is JSON with one line for each tensor, file and config key, so that two manifests can be compared by diff
+and one read by eye. It ends with a digest of everything before: a flipped digit in it is damage like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import PurePosixPath
+from typing import Any, Literal, cast
+
+import attrs
+
+from ckptrain.checkpoint.strict_json import decode, encode, read, shown
+from ckptrain.config.identity import BaseIdentity
+from ckptrain.config.layout import Layout
+from ckptrain.config.shape import ModelShape
+from ckptrain.errors import CheckpointDamaged
+from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+_MOST_PROBLEMS = 20
+_BY_LINE = ("config", "files", "tensors")
+"""Members of the manifest that get a line for each of their own members."""
+
+
+class WrittenByNewer(CheckpointDamaged):
+    """The manifest is of a later format: not damage, but nothing that this version may judge or move away."""
+
+
+@attrs.frozen(kw_only=True)
+class TensorEntry:
+    """One tensor of the checkpoint, whole: the shape is that of all shards together."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it without its prefix: bfloat16, float32, uint8."""
+    group: Literal["adapter", "optimizer", "rng"]
+
+
+@attrs.frozen(kw_only=True)
+class FileDigest:
+    """The size and SHA-256 of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what is not a finite number: nothing can be ranked by it, and JSON cannot hold it."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but the numbers themselves.
+
+    An imported adapter has no tokenizer, data, optimizer or random states; its step and counts are 0.
+    """
+
+    run_id: str
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Rows of global batches seen: the data position."""
+    consumed_tokens: int
+    created: str
+    """UTC, ISO 8601."""
+    base: BaseIdentity
+    shape: ModelShape
+    """The base's dimensions: with them the adapter is converted without the base."""
+    tokenizer_fingerprint: str | None
+    data: DataIdentity | None
+    lora: LoraSpec
+    layout: Layout
+    """The parallel layout it was saved under; it can be loaded under any."""
+    metrics: Mapping[str, float] = attrs.field(converter=_finite)
+    optimizer: Mapping[str, Any]
+    """What the optimizer's state holds besides tensors, such as its step count and parameter groups."""
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    """The run's configuration, flattened."""
+    files: Mapping[str, FileDigest]
+    """By path relative to the checkpoint, with forward slashes; all files but the manifest itself."""
+    tensors: Mapping[str, TensorEntry]
+    """By global name."""
+
+    @property
+    def config_digest(self) -> str:
+        """SHA-256 of the configuration in canonical JSON, as `ckptrain.config.load.config_digest` has it."""
+        return _digest(self.config)
+
+    def to_json(self) -> bytes:
+        """Return the bytes of manifest.json; equal manifests give equal bytes.
+
+        Raises:
+            ValueError: a number in `config` or `optimizer` is not finite, or a value is not one of JSON's.
+        """
+        document: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **attrs.asdict(self)}
+        document["layout"]["world_size"] = self.layout.world_size
+        document["config_digest"] = self.config_digest
+        document["digest"] = _digest(document)
+        lines = [
+            f"{encode(key)}:{_by_line(value) if key in _BY_LINE else encode(value)}" for key, value in document.items()
+        ]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest in `data`, read strictly; `where` names it in messages.
+
+    Raises:
+        WrittenByNewer: its schema version is above `SCHEMA_VERSION`.
+        CheckpointDamaged: anything in it is not as this version writes it; the problems are listed.
+    """
+    try:
+        document = decode(data)
+    except ValueError as error:
+        raise _damaged(where, [f"it is not a manifest: {error}"]) from None
+    if not isinstance(document, dict):
+        raise _damaged(where, [f"it is {shown(document)}, expected an object"])
+    _check_version(document, where)
+    problems: list[str] = []
+    claimed_digest, actual_digest = document.pop("digest", None), _digest(document)
+    del document["schema_version"]
+    derived = _take_derived(document)
+    manifest = read(Manifest, document, "", problems)
+    if not problems:
+        problems += _contradictions(manifest, derived)
+    if not problems and claimed_digest != actual_digest:
+        problems.append(
+            f"its digest is {actual_digest[:12]}, {shown(claimed_digest)} is written in it: it was changed after it was"
+            " written"
+        )
+    if problems:
+        raise _damaged(where, problems)
+    return cast(Manifest, manifest)
+
+
+def path_problem(path: str) -> str | None:
+    """Return why `path` cannot name a file inside a checkpoint, or None where it can.
+
+    Nothing a manifest says may lead out of its own directory.
+    """
+    if not path or "\0" in path or "\\" in path:
+        return "is not a file name"
+    if path.startswith("/"):
+        return "is an absolute path"
+    parts = path.split("/")
+    if ".." in parts:
+        return "leads out of the checkpoint"
+    if PurePosixPath(path).as_posix() != path or path == ".":
+        return "is not in its shortest form"
+    if path == MANIFEST_NAME:
+        return "is the manifest itself"
+    return None
+
+
+def _by_line(members: Mapping[str, Any]) -> str:
+    lines = [f"{encode(key)}:{encode(members[key])}" for key in sorted(members)]
+    return "{\n" + ",\n".join(lines) + "\n}" if lines else "{}"
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode(document).encode("ascii")).hexdigest()
+
+
+def _check_version(document: Mapping[str, Any], where: str) -> None:
+    version = document.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise _damaged(where, [f"schema_version is {shown(version)}, expected a whole number from 1"])
+    if version > SCHEMA_VERSION:
+        problem = (
+            f"it was written by a newer ckptrain (schema_version {version}, this one reads up to {SCHEMA_VERSION});"
+            " upgrade ckptrain"
+        )
+        raise WrittenByNewer(f"cannot read {where}", [problem])
+
+
+def _take_derived(document: dict[str, Any]) -> dict[str, Any]:
+    """Take out what is written for people and other tools only: it follows from what stands beside it."""
+    layout = document.get("layout")
+    return {
+        "layout.world_size": layout.pop("world_size", None) if isinstance(layout, dict) else None,
+        "config_digest": document.pop("config_digest", None),
+    }
+
+
+def _contradictions(manifest: Manifest, derived: Mapping[str, Any]) -> list[str]:
+    """Return what each key allows by itself and the whole does not."""
+    problems = [f"files: {path!r} {problem}" for path in manifest.files if (problem := path_problem(path)) is not None]
+    problems += [
+        f"files[{path}].sha256 is {shown(digest.sha256)}, expected 64 hexadecimal digits"
+        for path, digest in manifest.files.items()
+        if not re.fullmatch(r"[0-9a-f]{64}", digest.sha256)
+    ]
+    expected = {"layout.world_size": manifest.layout.world_size, "config_digest": manifest.config_digest}
+    problems += [
+        f"{key} is {shown(derived[key])}, and {shown(value)} follows from the rest"
+        for key, value in expected.items()
+        if derived[key] != value or type(derived[key]) is not type(value)
+    ]
+    for key in ("dim", "alpha"):
+        if getattr(manifest.lora.settings, key) < 1:
+            problems.append(f"lora.settings.{key} is 0, which makes an adapter without effect")
+    if not _is_utc(manifest.created):
+        problems.append(f"created is {shown(manifest.created)}, expected a UTC time in ISO 8601")
+    return problems
+
+
+def _is_utc(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
+
+
+def _damaged(where: str, problems: list[str]) -> CheckpointDamaged:
+    left_out = len(problems) - _MOST_PROBLEMS
+    listed = problems[:_MOST_PROBLEMS] + ([f"and {left_out} more problems"] if left_out > 0 else [])
+    return CheckpointDamaged(f"{where} is damaged", listed)

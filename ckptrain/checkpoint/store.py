@@ -1,0 +1,272 @@
+"""The checkpoints of one run: found by a scan, committed by a rename, never half there.
+
+A save goes: `stage` a hidden directory; write and sync every file in it; `commit`, which writes the manifest, syncs it
+and every directory, renames the whole to its final name, and syncs the parent. A crash before the rename leaves a
+hidden directory, which `clean_staging` removes; a crash after it leaves a complete checkpoint. There is no tracker file
+that could say otherwise: the latest checkpoint is the highest step that the scan finds whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import orjson
+
+from ckptrain.checkpoint.integrity import CommittedCheckpoint, fsync_directory, fsync_file, open_checkpoint
+from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest, WrittenByNewer
+from ckptrain.errors import CheckpointDamaged, CkptrainError, SaveFailed
+from ckptrain.lifecycle.facts import DamageFacts
+
+CHECKPOINTS = "checkpoints"
+QUARANTINE = "quarantine"
+STAGING_PREFIX = ".staging-"
+REMOVING_PREFIX = ".removing-"
+
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
+_HINTS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EACCES: "make the run directory writable",
+    errno.EPERM: "make the run directory writable",
+    errno.EROFS: "mount the file system writable, or use a --run-dir on another",
+}
+
+
+@attrs.frozen(kw_only=True)
+class DamagedCheckpoint:
+    """Something under a checkpoint's final name that is not a whole checkpoint."""
+
+    path: Path
+    step: int
+    problems: tuple[str, ...]
+
+    def facts(self) -> DamageFacts:
+        """Return what a start is decided from."""
+        return DamageFacts(name=self.path.name, step=self.step, problems=self.problems)
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of a step: eight digits, more where they are needed."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a directory name stands for, or None where it is not a checkpoint's."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@contextmanager
+def save_failures(path: Path, doing: str = "writing") -> Iterator[None]:
+    """Turn an OSError raised while a checkpoint is written at or below `path` into a SaveFailed that explains it.
+
+    Raises:
+        SaveFailed: says what failed, where, what is untouched, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = error.filename if isinstance(error.filename, str) else path
+        hint = _HINTS.get(error.errno or 0, "see that the run directory is there and can be written to")
+        raise SaveFailed(f"{reason} while {doing} {where}; {_untouched(path)}; {hint}, and run it again") from error
+
+
+class CheckpointStore:
+    """What lies in RUN/checkpoints and RUN/quarantine; the constructor touches no disk."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.directory = run_dir / CHECKPOINTS
+        self.quarantine_directory = run_dir / QUARANTINE
+
+    def scan(self) -> list[CommittedCheckpoint | DamagedCheckpoint]:
+        """Return everything under a checkpoint's final name, by step; nothing else in the directory counts.
+
+        Raises:
+            WrittenByNewer: a newer ckptrain wrote here: going on from an older step would throw its work away.
+            CkptrainError: the disk does not let it be read.
+        """
+        found: list[CommittedCheckpoint | DamagedCheckpoint] = []
+        for path in _entries(self.directory):
+            step = step_of(path.name)
+            if step is None:
+                continue
+            try:
+                checkpoint = open_checkpoint(path)
+            except WrittenByNewer:
+                raise
+            except CheckpointDamaged as error:
+                found.append(DamagedCheckpoint(path=path, step=step, problems=error.problems))
+                continue
+            if checkpoint.step == step:
+                found.append(checkpoint)
+            else:
+                problem = f"its manifest is that of step {checkpoint.step}: it was renamed"
+                found.append(DamagedCheckpoint(path=path, step=step, problems=(problem,)))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def committed(self) -> list[CommittedCheckpoint]:
+        """Return the whole checkpoints, by step."""
+        return [checkpoint for checkpoint in self.scan() if isinstance(checkpoint, CommittedCheckpoint)]
+
+    def damaged(self) -> list[DamagedCheckpoint]:
+        """Return the damaged ones, by step."""
+        return [checkpoint for checkpoint in self.scan() if isinstance(checkpoint, DamagedCheckpoint)]
+
+    def newest(self) -> CommittedCheckpoint | None:
+        """Return the whole checkpoint of the highest step."""
+        return max(self.committed(), key=lambda checkpoint: checkpoint.step, default=None)
+
+    def find(self, step: int) -> CommittedCheckpoint | None:
+        """Return the whole checkpoint of `step`."""
+        return next((checkpoint for checkpoint in self.committed() if checkpoint.step == step), None)
+
+    def stage(self, step: int) -> Path:
+        """Make an empty hidden directory to write the checkpoint of `step` into.
+
+        Raises:
+            SaveFailed: it cannot be made.
+        """
+        staging = self.directory / f"{STAGING_PREFIX}{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
+        with save_failures(staging):
+            staging.mkdir(parents=True)
+        return staging
+
+    def commit(self, staging: Path, manifest: Manifest) -> CommittedCheckpoint:
+        """Make what was staged a checkpoint; every file but the manifest must be written and synced already.
+
+        Raises:
+            SaveFailed: it could not be completed, or there is one of that step. The staging directory is left.
+        """
+        final = self.directory / checkpoint_name(manifest.step)
+        with save_failures(staging):
+            if os.path.lexists(final):
+                raise SaveFailed(f"{final} is there already; a checkpoint is never overwritten")
+            _write_new(staging / MANIFEST_NAME, manifest.to_json())
+            try:
+                open_checkpoint(staging)
+            except CheckpointDamaged as error:
+                raise SaveFailed(
+                    f"what was written in {staging} is not complete: {'; '.join(error.problems)};"
+                    f" {_untouched(staging)}; if several hosts write, the run directory must be on a disk they share"
+                ) from error
+            for directory, _, _ in os.walk(staging, topdown=False):
+                fsync_directory(Path(directory))
+            staging.rename(final)
+            fsync_directory(self.directory)
+        return CommittedCheckpoint(path=final, manifest=manifest)
+
+    def discard(self, staging: Path) -> None:
+        """Remove a staging directory whose save was given up; what cannot be removed is left to `clean_staging`."""
+        if not staging.name.startswith(STAGING_PREFIX):
+            raise ValueError(f"{staging} is not a staging directory")
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def clean_staging(self) -> list[Path]:
+        """Remove what saves and removals that were cut short have left; return what was there.
+
+        To be called at a start only, when no save of this run can be under way.
+        """
+        left = [path for path in _entries(self.directory) if path.name.startswith((STAGING_PREFIX, REMOVING_PREFIX))]
+        for path in left:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return left
+
+    def quarantine(self, path: Path, problems: Sequence[str]) -> Path:
+        """Move a damaged checkpoint out of the way, with a problems.json beside its files; nothing is deleted.
+
+        Raises:
+            SaveFailed: it cannot be moved.
+        """
+        with save_failures(path, "quarantining"):
+            self.quarantine_directory.mkdir(parents=True, exist_ok=True)
+            target = _unused(self.quarantine_directory, path.name)
+            if path.is_dir() and not path.is_symlink():
+                path.rename(target)
+            else:  # a file or a link cannot hold the problems.json, so it gets a directory around it
+                target.mkdir()
+                path.rename(target / path.name)
+            record = {"moved_from": str(path), "problems": list(problems)}
+            _write_new(_unused(target, "problems.json"), orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+            fsync_directory(target)
+            fsync_directory(self.quarantine_directory)
+            fsync_directory(path.parent)
+        return target
+
+    def prune(
+        self, keep_last: int, keep_best: int = 0, metric: str = "val_loss", in_use: Collection[Path] = ()
+    ) -> list[Path]:
+        """Remove whole checkpoints but the newest, the best by `metric` (lower is better), and those `in_use`.
+
+        The newest is kept always. Each is renamed to a hidden name before its files go, so that a crash in between
+        leaves no half of a checkpoint under a final name. Damaged ones are not touched.
+
+        Raises:
+            SaveFailed: one cannot be removed.
+        """
+        checkpoints = self.committed()
+        keep = retained(checkpoints, keep_last, keep_best, metric) | {path.name for path in in_use}
+        removed = [checkpoint.path for checkpoint in checkpoints if checkpoint.path.name not in keep]
+        for path in removed:
+            hidden = self.directory / f"{REMOVING_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+            with save_failures(path, "removing"):
+                path.rename(hidden)
+                fsync_directory(self.directory)
+            shutil.rmtree(hidden, ignore_errors=True)  # a file still open on NFS stays; the next start cleans it up
+        return removed
+
+
+def retained(checkpoints: Sequence[CommittedCheckpoint], keep_last: int, keep_best: int, metric: str) -> set[str]:
+    """Return the names of the checkpoints to keep; of two equally good ones the newer is better."""
+    newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
+    measured = [checkpoint for checkpoint in newest_first if metric in checkpoint.manifest.metrics]
+    best = sorted(measured, key=lambda checkpoint: checkpoint.manifest.metrics[metric])
+    return {checkpoint.path.name for checkpoint in newest_first[: max(keep_last, 1)] + best[: max(keep_best, 0)]}
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CkptrainError(f"cannot read {directory}: {error.strerror}; make it readable") from error
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+    fsync_file(path)
+
+
+def _unused(directory: Path, name: str) -> Path:
+    """Return a path in `directory` that nothing has: NAME, NAME-2, NAME-3, ..."""
+    path, number = directory / name, 1
+    while os.path.lexists(path):
+        number += 1
+        path = directory / f"{name}-{number}"
+    return path
+
+
+def _untouched(path: Path) -> str:
+    """Say what a failure at `path`, somewhere below RUN/checkpoints, has left as it was."""
+    run_dir = next((parent.parent for parent in path.parents if parent.name == CHECKPOINTS), None)
+    try:
+        committed = [] if run_dir is None else CheckpointStore(run_dir).committed()
+    except CkptrainError:
+        return "what was saved before is untouched"
+    # A save that fails after its rename is complete already: it is not the one before.
+    before = [checkpoint.path.name for checkpoint in committed if checkpoint.path.name not in str(path)]
+    return f"the previous checkpoint {before[-1]} is untouched" if before else "there is no other checkpoint"

@@ -1,0 +1,151 @@
+"""Does the config contradict itself? What can be told before the base model's shape and the processes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from ckptrain.config.modules import MODULE_NAMES
+from ckptrain.config.schema import RunConfig
+from ckptrain.config.values import suggestion
+
+
+@attrs.frozen(kw_only=True)
+class Contradiction:
+    """Keys that do not go together; the first is the one to look at."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def config_problems(config: RunConfig, *, check_inputs: bool = True) -> list[str]:
+    """Return what contradicts itself in a config, each with what to do; empty when nothing does."""
+    return [found.text for found in contradictions(config, check_inputs=check_inputs)]
+
+
+def contradictions(config: RunConfig, *, check_inputs: bool = True) -> list[Contradiction]:
+    """Return the same as `config_problems`, with the keys; without `check_inputs` no file is looked for."""
+    found = [*_model(config), *_lora(config), *_parallel(config), *_optimizer(config), *_validation(config)]
+    return [*found, *_inputs(config)] if check_inputs else found
+
+
+def _model(config: RunConfig) -> Iterator[Contradiction]:
+    model = config.model
+    if model.revision is not None and model.pretrained.startswith(("/", "package:")):
+        yield _contradiction(
+            "model.revision, model.pretrained",
+            f"model.revision is {model.revision!r}, but model.pretrained is local ({model.pretrained}) and has no"
+            " revisions: remove model.revision",
+        )
+
+
+def _lora(config: RunConfig) -> Iterator[Contradiction]:
+    lora = config.lora
+    if not lora.enabled:
+        yield _contradiction(
+            "lora.enabled", "lora.enabled is false, but ckptrain trains adapters only: set it to true or remove it"
+        )
+    if lora.exclude_modules and lora.target_modules:
+        yield _contradiction(
+            "lora.exclude_modules, lora.target_modules",
+            "lora.exclude_modules leaves modules out of all linear layers, but lora.target_modules already chooses"
+            f" {', '.join(lora.target_modules)}: set lora.target_modules=[] too, or remove lora.exclude_modules",
+        )
+    if lora.lora_A_init_method == lora.lora_B_init_method == "zero":
+        yield _contradiction(
+            "lora.lora_A_init_method, lora.lora_B_init_method",
+            "lora.lora_A_init_method and lora.lora_B_init_method are both zero, so neither ever has a gradient: start"
+            " one of them otherwise (A: xavier)",
+        )
+    for key, names in (("lora.target_modules", lora.target_modules), ("lora.exclude_modules", lora.exclude_modules)):
+        for name in names:
+            # Wildcards and full names are matched against the base model's modules, once those are known.
+            if name not in MODULE_NAMES and "*" not in name and "." not in name:
+                yield _contradiction(
+                    key,
+                    f"{key}: unknown module {name!r}{suggestion(name, MODULE_NAMES)}; there are"
+                    f" {', '.join(MODULE_NAMES)}, wildcards such as *.layers.0.*.linear_qkv, and full names",
+                )
+
+
+def _parallel(config: RunConfig) -> Iterator[Contradiction]:
+    parallel, train = config.parallel, config.train
+    if parallel.sequence and parallel.tensor == 1:
+        yield _contradiction(
+            "parallel.sequence, parallel.tensor",
+            "parallel.sequence shards activations over the tensor parallel processes, but parallel.tensor is 1: set"
+            " parallel.tensor to 2 or more, or parallel.sequence=false",
+        )
+    if config.model.backend == "local":
+        asked = [f"parallel.context={parallel.context}"] if parallel.context > 1 else []
+        asked += ["parallel.sequence=true"] if parallel.sequence else []
+        for words in asked:
+            key = words.partition("=")[0]
+            yield _contradiction(
+                f"{key}, model.backend",
+                f"{words} needs Transformer Engine, but model.backend is local: set model.backend=transformer_engine,"
+                f" or remove {key}",
+            )
+    if train.global_batch_size % train.micro_batch_size:
+        yield _contradiction(
+            "train.global_batch_size, train.micro_batch_size",
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of"
+            f" train.micro_batch_size={train.micro_batch_size}: change one of them",
+        )
+    if config.data.sequence_length % (2 * parallel.context) and parallel.context > 1:
+        yield _contradiction(
+            "data.sequence_length, parallel.context",
+            f"data.sequence_length={config.data.sequence_length} is not a multiple of {2 * parallel.context}, twice"
+            " parallel.context: each process takes one piece from either end of a row, to share the work evenly",
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[Contradiction]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.min_lr > optimizer.lr:
+        yield _contradiction(
+            "optimizer.min_lr, optimizer.lr",
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}: the cosine goes down from lr"
+            " to min_lr",
+        )
+    if optimizer.schedule == "cosine" and optimizer.warmup_steps >= steps:
+        yield _contradiction(
+            "optimizer.warmup_steps, train.steps",
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of train.steps={steps} for the cosine: set"
+            f" it below {steps}, or optimizer.schedule=constant",
+        )
+
+
+def _validation(config: RunConfig) -> Iterator[Contradiction]:
+    if config.data.validation is not None:
+        return
+    asked = {
+        "checkpoint.keep_best": (config.checkpoint.keep_best, "compares val_loss"),
+        "train.eval_every_steps": (config.train.eval_every_steps, "says when to validate"),
+        "log.sample_tokens": (config.log.sample_tokens, "answers a validation sample"),
+    }
+    for key, (value, use) in asked.items():
+        if value:
+            yield _contradiction(
+                f"{key}, data.validation",
+                f"{key}={value} {use}, but data.validation is null: give a validation file, or remove {key}",
+            )
+
+
+def _inputs(config: RunConfig) -> Iterator[Contradiction]:
+    for key, value in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if value is not None and not Path(value).is_file():
+            found = "it is a directory, expected a JSONL file" if Path(value).is_dir() else "there is no such file"
+            yield _contradiction(key, f"{key}: {value}: {found}")
+    adapter = config.model.adapter
+    if adapter is not None and not Path(adapter).is_dir():
+        found = "it is a file" if Path(adapter).is_file() else "there is no such directory"
+        yield _contradiction(
+            "model.adapter", f"model.adapter: {adapter}: {found}, expected a run or a checkpoint directory of ckptrain"
+        )
+
+
+def _contradiction(keys: str, text: str) -> Contradiction:
+    return Contradiction(keys=tuple(keys.split(", ")), text=text)

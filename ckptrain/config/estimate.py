@@ -1,0 +1,174 @@
+"""How much will it take? Bytes of a checkpoint, exactly, and bytes of memory, estimated from the shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from ckptrain.config.layout import Layout, batch_arithmetic
+from ckptrain.config.schema import LoraConfig, RunConfig
+from ckptrain.config.shape import ModelShape
+from ckptrain.config.targets import Targets
+
+_BYTES = {"bfloat16": 2, "float32": 4}
+_FLOAT32 = 4
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointBytes:
+    """Bytes of tensors in one checkpoint; file headers and the manifest come on top, some hundred bytes a tensor."""
+
+    adapter: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.adapter + self.optimizer
+
+
+@attrs.frozen(kw_only=True)
+class Memory:
+    """Estimated bytes on the process that holds most; what libraries, fragments and buffers take comes on top."""
+
+    base_weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of them together, as if every term had its peak at once."""
+        return sum(attrs.astuple(self))
+
+
+def adapter_tensors(shape: ModelShape, lora: LoraConfig, targets: Targets) -> dict[str, tuple[int, int]]:
+    """Return the global shape of every adapter tensor under its Megatron name.
+
+    A (`linear_in.weight`) is `[dim, in_features]`, B (`linear_out.weight`) `[out_features, dim]`; q, k and v, and gate
+    and up, are fused. Every expert has an adapter of its own, as PEFT has it.
+    """
+    tensors = {}
+    for module in targets.modules:
+        in_features, out_features = _features(shape, module)
+        place, _, short = module.rpartition(".")
+        names = [module]
+        if place.endswith(".experts"):
+            names = [f"{place}.local_experts.{expert}.{short}" for expert in range(shape.num_experts)]
+        for name in names:
+            tensors[f"{name}.adapter.linear_in.weight"] = (lora.dim, in_features)
+            tensors[f"{name}.adapter.linear_out.weight"] = (out_features, lora.dim)
+    return tensors
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape, targets: Targets) -> CheckpointBytes:
+    """Count the bytes of the tensors in a checkpoint, over all processes.
+
+    The adapter in its own type; two float32 moments for each of its values, and a float32 master where it is bfloat16.
+    """
+    num_values = _num_values(adapter_tensors(shape, config.lora, targets))
+    dtype = _adapter_dtype(config)
+    return CheckpointBytes(adapter=num_values * _BYTES[dtype], optimizer=num_values * _optimizer_bytes(dtype))
+
+
+def memory_estimate(config: RunConfig, shape: ModelShape, layout: Layout, targets: Targets) -> Memory:
+    """Estimate a process's memory while it trains, of the pipeline stage that needs most: first or last.
+
+    With t, p, e the tensor, pipeline and expert sizes, T = micro_batch_size x sequence_length / context tokens, w bytes
+    a value of the model's type, and L = layers / p:
+
+    - base weights: w (L (dense / t + experts / e) + embedding / t on the first stage and on the last); a layer's norms
+      are not split, and too small to tell apart here;
+    - adapter: all of its tensors are split by t (see `layout_of`), experts' by e; gradients are float32, and the
+      optimizer holds two float32 moments and, for a bfloat16 adapter, a master;
+    - activations: those that the backward pass reads, for each of the min(m, p - stage) micro-batches in flight of the
+      1F1B schedule, counted operator by operator as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4), for the
+      gated MLP and without recomputation (`_layer_activation_values`);
+    - logits: T V / t values in w bytes, in float32 for the softmax, and again in w as their gradient.
+
+    An estimate: allocators round up, kernels have workspaces, and Transformer Engine keeps or fuses away copies.
+    """
+    stages = [_stage_memory(config, shape, layout, targets, stage) for stage in {0, layout.pipeline - 1}]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _stage_memory(config: RunConfig, shape: ModelShape, layout: Layout, targets: Targets, stage: int) -> Memory:
+    width, dtype = _BYTES[config.model.dtype], _adapter_dtype(config)
+    arithmetic = batch_arithmetic(config, layout)
+    layers = shape.num_layers // layout.pipeline
+    first, last = stage == 0, stage == layout.pipeline - 1
+    tokens = arithmetic.tokens_per_micro_batch_max // layout.context
+    embeddings = 1 if first != last or shape.tied_embeddings else 2
+    weights = layers * (shape.dense_layer_parameters // layout.tensor + shape.expert_parameters // layout.expert)
+    weights += embeddings * shape.embedding_parameters // layout.tensor
+    own_layers = range(stage * layers, (stage + 1) * layers)
+    values = _local_adapter_values(adapter_tensors(shape, config.lora, targets), layout, own_layers)
+    in_flight = min(arithmetic.micro_batches_per_rank, layout.pipeline - stage)
+    layer = _layer_activation_values(config, shape, layout, tokens)
+    logits = tokens * shape.vocab_size // layout.tensor * (2 * width + _FLOAT32) if last else 0
+    return Memory(
+        base_weights=weights * width,
+        adapter=values * _BYTES[dtype],
+        gradients=values * _FLOAT32,
+        optimizer=values * _optimizer_bytes(dtype),
+        activations=in_flight * layers * layer * width,
+        logits=logits,
+    )
+
+
+def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
+    """Count the values that one layer keeps for the backward pass of `tokens` tokens.
+
+    Whole on each process (or split by t under sequence parallelism): the inputs of both norms and of both
+    column-parallel layers, 4 x hidden. Split by t: q, k, v and the attention's output; gate, up, silu(gate) and their
+    product, 4 x MLP width (each token visits `experts_per_token` experts). The local attention also keeps its scores
+    and their softmax, 2 x heads x tokens.
+    """
+    whole = 4 * shape.hidden_size
+    attention = shape.qkv_size + shape.num_heads * shape.head_dim
+    if config.model.backend == "local":
+        attention += 2 * shape.num_heads * tokens
+    if shape.num_experts:
+        # The dispatcher's copy of each token's hidden state, one for each expert that it visits.
+        mlp = shape.experts_per_token * (4 * shape.moe_ffn_hidden_size + shape.hidden_size) * layout.tensor
+    else:
+        mlp = 4 * shape.ffn_hidden_size
+    whole_split = layout.tensor if config.parallel.sequence else 1
+    return tokens * (whole // whole_split + (attention + mlp) // layout.tensor)
+
+
+def _features(shape: ModelShape, module: str) -> tuple[int, int]:
+    """Return (in_features, out_features) of a module in its fused form."""
+    ffn = shape.moe_ffn_hidden_size if ".experts." in module else shape.ffn_hidden_size
+    return {
+        "linear_qkv": (shape.hidden_size, shape.qkv_size),
+        "linear_proj": (shape.num_heads * shape.head_dim, shape.hidden_size),
+        "linear_fc1": (shape.hidden_size, 2 * ffn),
+        "linear_fc2": (ffn, shape.hidden_size),
+    }[module.rpartition(".")[2]]
+
+
+def _adapter_dtype(config: RunConfig) -> str:
+    return config.lora.lora_dtype or config.model.dtype
+
+
+def _optimizer_bytes(dtype: str) -> int:
+    """Return the optimizer's bytes for one adapter value: two moments, and a master for what is not float32 itself."""
+    return 2 * _FLOAT32 + (_FLOAT32 if dtype == "bfloat16" else 0)
+
+
+def _num_values(tensors: Mapping[str, tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in tensors.values())
+
+
+def _local_adapter_values(tensors: Mapping[str, tuple[int, int]], layout: Layout, layers: range) -> int:
+    """Count the adapter values that one process of a stage with these layers holds."""
+    total = 0
+    for name, (rows, columns) in tensors.items():
+        if int(name.split(".")[2]) in layers:
+            split = layout.expert if ".experts." in name else layout.tensor
+            total += rows * columns // split
+    return total

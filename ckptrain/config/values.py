@@ -1,0 +1,184 @@
+"""Is this value what the key takes? Strict about types, generous only where nothing can be mistaken.
+
+Accepted: an int for a float, and a number that YAML reads as a string (`1e-4`, which YAML 1.1 takes for text) for a
+float. Refused: true for 1, 3.0 for 3, a string for a list, nan and infinity.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from ckptrain.config.document import kind
+
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+_MAX_DEPTH = 32
+
+
+class BadValueError(Exception):
+    """A value that its key does not take; the text follows the key's name and a colon."""
+
+
+def convert(value: Any, expected: Any, bounds: Mapping[str, float]) -> Any:
+    """Return `value` as the type `expected`, held to `bounds`.
+
+    Raises:
+        BadValueError: it is of another type or out of bounds.
+    """
+    origin = typing.get_origin(expected)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = [arg for arg in typing.get_args(expected) if arg is not type(None)]
+        return None if value is None else convert(value, inner, bounds)
+    if value is None:
+        raise BadValueError(f"expected {type_text(expected)}, found null; leave the key out to have its default")
+    if origin is Literal:
+        return _choice(value, typing.get_args(expected))
+    if origin is tuple:
+        return _items(value, expected, bounds)
+    if origin is dict:
+        return _plain_mapping(value)
+    converted = _SCALARS[expected](value)
+    for name, bound in bounds.items():
+        words, holds = _BOUNDS[name]
+        if not holds(converted, bound):
+            raise BadValueError(f"must be {words} {bound}, found {kind(value)}")
+    return converted
+
+
+def type_text(expected: Any, bounds: Mapping[str, float] = types.MappingProxyType({})) -> str:
+    """Say in words what a key takes, for messages and for the documentation."""
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in args if arg is not type(None)]
+        return f"{type_text(inner[0], bounds)}, or null"
+    if origin is Literal:
+        return " | ".join(args)
+    if origin is tuple:
+        words = _words(args[0], plural=True)
+        text = f"a list of {words}" if args[-1] is Ellipsis else f"a list of {len(args)} {words}"
+    elif origin is dict:
+        return "a mapping"
+    else:
+        text = _words(expected, plural=False)
+    limits = " and ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
+    return f"{text}, {limits}" if limits else text
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean X?)`, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _words(scalar: Any, *, plural: bool) -> str:
+    one, many = {
+        str: ("a string", "strings"),
+        int: ("a whole number", "whole numbers"),
+        float: ("a number", "numbers"),
+        bool: ("true or false", "true or false"),
+    }[scalar]
+    return many if plural else one
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadValueError(f'expected a string, found {kind(value)}; put it in quotes: "{value}"')
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        number = _as_number(value)
+        whole = number is not None and math.isfinite(number) and number.is_integer()
+        fix = f"; write {int(number)}" if number is not None and whole else ""
+        raise BadValueError(f"expected a whole number, found {kind(value)}{fix}")
+    return value
+
+
+def _number(value: Any) -> float:
+    number = _as_number(value)
+    if number is None:
+        raise BadValueError(f"expected a number, found {kind(value)}")
+    if not math.isfinite(number):
+        raise BadValueError(f"expected a finite number, found {kind(value)}")
+    return number
+
+
+def _as_number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        word = str(value).lower()
+        fix = f"; write {word} without quotes" if word in ("true", "false") else ""
+        raise BadValueError(f"expected true or false, found {kind(value)}{fix}")
+    return value
+
+
+_SCALARS: dict[Any, Any] = {str: _string, int: _whole, float: _number, bool: _truth}
+
+
+def _choice(value: Any, choices: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    near = suggestion(value, choices) if isinstance(value, str) else ""
+    raise BadValueError(f"expected one of {', '.join(choices)}; found {kind(value)}{near}")
+
+
+def _items(value: Any, expected: Any, bounds: Mapping[str, float]) -> tuple[Any, ...]:
+    args = typing.get_args(expected)
+    if not isinstance(value, list | tuple):
+        fix = f"; write [{value}]" if isinstance(value, str | int | float) and args[-1] is Ellipsis else ""
+        raise BadValueError(f"expected {type_text(expected)}, found {kind(value)}{fix}")
+    if args[-1] is not Ellipsis and len(value) != len(args):
+        raise BadValueError(f"expected {type_text(expected)}, found {len(value)}")
+    converted = []
+    for index, item in enumerate(value):
+        try:
+            converted.append(convert(item, args[0], bounds))
+        except BadValueError as error:
+            raise BadValueError(f"item {index + 1}: {error}") from None
+    return tuple(converted)
+
+
+def _plain_mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadValueError(f"expected a mapping, found {kind(value)}")
+    plain: dict[str, Any] = _plain(value, depth=0)
+    return plain
+
+
+def _plain(value: Any, *, depth: int) -> Any:
+    """Copy a free-form value, which must survive JSON: it is written to run.yaml and hashed."""
+    if depth > _MAX_DEPTH:
+        raise BadValueError(f"nested more than {_MAX_DEPTH} deep")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth=depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise BadValueError(f"its keys must be strings, found {kind(key)}; put it in quotes")
+        return {key: _plain(item, depth=depth + 1) for key, item in value.items()}
+    raise BadValueError(f'holds {kind(value)}, which is neither text nor a number; put it in quotes: "{value}"')

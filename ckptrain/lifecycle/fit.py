@@ -1,0 +1,180 @@
+"""Whether a checkpoint fits what a run is asked to be now, and what is worth saying where it does.
+
+Identity is compared by fingerprints and resolved names, never by paths: a base model that was moved is the same base,
+and another one under the old name is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from ckptrain.config.identity import BaseIdentity
+from ckptrain.config.layout import Layout
+from ckptrain.config.schedule import learning_rate
+from ckptrain.config.schema import OptimizerConfig, RunConfig
+from ckptrain.lifecycle.drift import SCHEDULE_KEYS, Difference, Kind
+from ckptrain.lifecycle.facts import CheckpointFacts, DataIdentity, LoraSpec, RunFacts
+
+_NEW_RUN = "use a new --run-dir"
+
+
+def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
+    """Return what makes going on from `checkpoint` another training: its base, modules, tokenizer or data."""
+    problems = _base_problems(run.base, checkpoint.base)
+    problems += _module_problems(run.lora, checkpoint.lora)
+    if checkpoint.data is None or checkpoint.tokenizer_fingerprint is None:
+        problems.append(
+            "it was not saved by a training, so it has no data position; give it as model.adapter in a new --run-dir"
+        )
+        return problems
+    if run.tokenizer_fingerprint != checkpoint.tokenizer_fingerprint:
+        problems.append(
+            f"the tokenizer or its chat template is {_short(checkpoint.tokenizer_fingerprint)} there and"
+            f" {_short(run.tokenizer_fingerprint)} now, so the same text gives other tokens; restore the base model's"
+            f" tokenizer files or {_NEW_RUN}"
+        )
+    return problems + _data_problems(run.data, checkpoint.data)
+
+
+def warm_start_problems(run: RunFacts, source: CheckpointFacts) -> list[str]:
+    """Return why the adapter of `source` cannot be the start of this run."""
+    where = f"model.adapter {source.path}"
+    problems = _base_problems(run.base, source.base) + _module_problems(run.lora, source.lora)
+    for key in ("dim", "alpha"):
+        there, here = getattr(source.lora.settings, key), getattr(run.lora.settings, key)
+        if there != here:
+            problems.append(f"lora.{key} is {there} there and {here} in the config; set lora.{key}={there}")
+    return [f"{where}: {problem}" for problem in problems]
+
+
+def warm_start_notes(run: RunFacts, source: CheckpointFacts) -> tuple[str, ...]:
+    """Return what differs between an adapter's origin and this run without standing in the way."""
+    notes = []
+    if source.tokenizer_fingerprint not in (None, run.tokenizer_fingerprint):
+        notes.append(f"the adapter in {source.path.name} was trained with another tokenizer or chat template")
+    there, here = source.lora.settings.lora_dtype, run.lora.settings.lora_dtype
+    if there != here:
+        notes.append(f"lora.lora_dtype is {there or 'null'} there and {here or 'null'} here: the adapter is converted")
+    return tuple(notes)
+
+
+def resume_notes(
+    config: RunConfig, run: RunFacts, checkpoint: CheckpointFacts, changes: Sequence[Difference]
+) -> tuple[str, ...]:
+    """Return everything that a resume does otherwise than the uninterrupted run would have."""
+    notes = []
+    if config.model.adapter is not None:
+        notes.append(f"model.adapter is not used: {checkpoint.path.name} of this run goes before it")
+    if not config.restore.optimizer:
+        notes.append("restore.optimizer is false: the moments of the optimizer start from zero")
+    if not config.restore.rng:
+        notes.append("restore.rng is false: the random number generators are seeded from (seed, step, rank)")
+    notes += [f"{change}: it {change.rule.effect}" for change in changes if change.rule.kind is Kind.NOTED]
+    notes += _learning_rate_note(config, checkpoint, changes)
+    notes += _layout_notes(config, run, checkpoint)
+    if checkpoint.data is not None and run.data.validation_fingerprint != checkpoint.data.validation_fingerprint:
+        notes.append("the validation data changed: val_loss cannot be compared with that of the steps before")
+    notes += [
+        f"{name} was {checkpoint.versions[name]} and is {run.versions[name]} now"
+        for name in sorted(checkpoint.versions.keys() & run.versions.keys())
+        if checkpoint.versions[name] != run.versions[name]
+    ]
+    return tuple(notes)
+
+
+def _base_problems(here: BaseIdentity, there: BaseIdentity) -> list[str]:
+    then, now = _short(there.fingerprint), _short(here.fingerprint)
+    if here.fingerprint == there.fingerprint:
+        return []
+    if here.name == there.name:
+        problem = (
+            f"the base model {there.name} is no longer the same: its fingerprint is {then} there and {now} now; restore"
+            f" its files (a Hub id: pin model.revision) or {_NEW_RUN}"
+        )
+    else:
+        problem = (
+            f"the base model is {there.name} ({then}) there and {here.name} ({now}) in the config;"
+            f" set model.pretrained={there.name} or {_NEW_RUN}"
+        )
+    return [problem]
+
+
+def _module_problems(here: LoraSpec, there: LoraSpec) -> list[str]:
+    then, now = set(there.modules), set(here.modules)
+    if then == now:
+        return []
+    settings = there.settings
+    problem = (
+        f"lora.target_modules and lora.exclude_modules select {len(then)} modules there and {len(now)} in the config"
+        f"{_only('there', then - now)}{_only('in the config', now - then)};"
+        f" set lora.target_modules=[{','.join(settings.target_modules)}]"
+        f" lora.exclude_modules=[{','.join(settings.exclude_modules)}] or {_NEW_RUN}"
+    )
+    return [problem]
+
+
+def _only(where: str, names: set[str], shown: int = 2) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f", only {where}: {', '.join(sorted(names)[:shown])}{more}"
+
+
+def _data_problems(here: DataIdentity, there: DataIdentity) -> list[str]:
+    if here.fingerprint != there.fingerprint:
+        problem = (
+            f"the training data is {_short(there.fingerprint)} there and {_short(here.fingerprint)} now, so the samples"
+            f" after the checkpoint would be others; set data.train to the file of that run or {_NEW_RUN}"
+        )
+        return [problem]
+    counts = (("samples", there.num_samples, here.num_samples), ("rows", there.num_rows, here.num_rows))
+    return [
+        f"the training data gives {then} {what} there and {now} now, so the order of the samples would be another;"
+        f" resume with the version of ckptrain that saved the checkpoint or {_NEW_RUN}"
+        for what, then, now in counts
+        if None not in (then, now) and then != now
+    ]
+
+
+def _learning_rate_note(config: RunConfig, checkpoint: CheckpointFacts, changes: Sequence[Difference]) -> list[str]:
+    """Say what a changed schedule does to the very next step, which is where a surprise would show."""
+    old = checkpoint.config
+    if not any(change.key in SCHEDULE_KEYS for change in changes) or not old.keys() >= set(SCHEDULE_KEYS):
+        return []
+    step = checkpoint.step + 1
+    now = learning_rate(config.optimizer, config.train.steps, step)
+    if step > old["train.steps"]:
+        return [f"the learning rate at step {step} is {now:.4g}; the old settings ended at step {old['train.steps']}"]
+    then = learning_rate(_old_optimizer(config, old), old["train.steps"], step)
+    return [f"the learning rate at step {step} is {now:.4g}; under the old settings it would be {then:.4g}"]
+
+
+def _old_optimizer(config: RunConfig, old: Mapping[str, Any]) -> OptimizerConfig:
+    keys = [key.removeprefix("optimizer.") for key in SCHEDULE_KEYS if key.startswith("optimizer.")]
+    return attrs.evolve(config.optimizer, **{key: old[f"optimizer.{key}"] for key in keys})
+
+
+def _layout_notes(config: RunConfig, run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
+    if checkpoint.layout == run.layout:
+        return []
+    change = f"the parallel layout was {layout_text(checkpoint.layout)} and is {layout_text(run.layout)} now"
+    notes = [f"{change}: tensors are redistributed bit for bit, the arithmetic that follows may round otherwise"]
+    if config.lora.dropout > 0:
+        notes.append("lora.dropout is on, so under another layout its masks are not those of the uninterrupted run")
+    return notes
+
+
+def layout_text(layout: Layout) -> str:
+    """Return the layout in words, such as `tensor 2 x pipeline 1 x data 4`, leaving out what is always 1."""
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
+    always = {"tensor", "pipeline"}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name in always]
+    return " x ".join([*parts, f"data {layout.data}"])
+
+
+def _short(fingerprint: str) -> str:
+    """Return enough of a fingerprint to tell two apart by eye."""
+    return fingerprint[:12]

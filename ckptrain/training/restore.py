@@ -1,0 +1,166 @@
+"""Put a checkpoint's state into a model, and prove it by a receipt.
+
+The base is loaded before this and adapters come from the checkpoint alone. What the start plan promised is compared
+with what is in memory afterwards; a difference stops the run before it has made a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.ranks import gather_to_all, rank
+from ckptrain.checkpoint.sharded import load_tensors
+from ckptrain.config.schema import RunConfig
+from ckptrain.config.schedule import learning_rate
+from ckptrain.errors import RestoreMismatch
+from ckptrain.lifecycle.start_plan import Resume
+from ckptrain.megatron.optimizer import set_step_count, step_count
+from ckptrain.megatron.state import adapter_state, blank, count_filled, optimizer_state, rng_state, set_rng_state
+from ckptrain.megatron.world import seed_generators
+from ckptrain.training.saving import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
+from ckptrain.training.setup import ModelSetup
+
+
+@attrs.frozen(kw_only=True)
+class Receipt:
+    """What was restored, counted after the fact."""
+
+    checkpoint: str
+    tensors_per_rank: tuple[tuple[int, int], ...]
+    """For each rank: tensors read, tensors that the model and the optimizer have there."""
+    adapter_norm: float
+    """Euclidean norm of all adapter weights on rank 0: an adapter that does nothing has a zero in it."""
+    optimizer: str
+    optimizer_step: int
+    next_step: int
+    next_learning_rate: float
+    rng: str
+    consumed_samples: int
+    next_row: int
+    """Position in the order of rows at which the next step begins."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the receipt in JSON's types, for the journal."""
+        return attrs.asdict(self)
+
+
+def restore_run(plan: Resume, checkpoint: CommittedCheckpoint, setup: ModelSetup, config: RunConfig) -> Receipt:
+    """Fill adapters, optimizer and random generators from a checkpoint of this run; collective.
+
+    Raises:
+        RestoreMismatch: the checkpoint does not hold what the model has, or memory does not hold what the plan says.
+        CheckpointDamaged: its files cannot be read.
+    """
+    state = adapter_state(setup.adapters, to_save=False)
+    read = _load(state, checkpoint, "adapter", ADAPTER_DIRECTORY)
+    wanted = len(state)
+    if plan.restore_optimizer:
+        moments = optimizer_state(setup.adapters, setup.optimizer, to_save=False)
+        read += _load(moments, checkpoint, "optimizer", OPTIMIZER_DIRECTORY)
+        wanted += len(moments)
+        set_step_count(setup.optimizer, int(checkpoint.manifest.optimizer["step"]))
+        told = f"restored: moments{' and float32 masters' if config.model.dtype == 'bfloat16' else ''}"
+    else:
+        # The float32 masters are copies of the adapters as they were before this restore.
+        setup.optimizer.reload_model_params()
+        told = "new: restore.optimizer is false"
+    rng = _restore_rng(plan, checkpoint, config)
+    receipt = Receipt(
+        checkpoint=checkpoint.path.name,
+        tensors_per_rank=tuple(gather_to_all((read, wanted))),
+        adapter_norm=_norm(setup),
+        optimizer=told,
+        optimizer_step=step_count(setup.optimizer),
+        next_step=plan.first_step,
+        next_learning_rate=learning_rate(config.optimizer, config.train.steps, plan.first_step),
+        rng=rng,
+        consumed_samples=checkpoint.manifest.consumed_samples,
+        next_row=plan.step * config.train.global_batch_size,
+    )
+    _check_receipt(receipt, plan)
+    return receipt
+
+
+def warm_start(checkpoint: CommittedCheckpoint, setup: ModelSetup) -> int:
+    """Fill the adapters, and nothing else, from another run's checkpoint; returns how many tensors; collective.
+
+    Raises:
+        RestoreMismatch: the checkpoint does not hold what the model has.
+    """
+    state = adapter_state(setup.adapters, to_save=False)
+    read = _load(state, checkpoint, "adapter", ADAPTER_DIRECTORY)
+    if read != len(state):
+        raise RestoreMismatch(f"rank {rank()} read {read} adapter tensors of {len(state)} from {checkpoint.path}")
+    setup.optimizer.reload_model_params()
+    return read
+
+
+def _load(state: Mapping[str, Tensor], checkpoint: CommittedCheckpoint, group: str, directory: str) -> int:
+    """Read a state and return how many of its tensors were filled, by looking at them."""
+    _check_names(state, checkpoint, group)
+    blank(state)
+    load_tensors(state, checkpoint.path / directory)
+    return count_filled(state)
+
+
+def _restore_rng(plan: Resume, checkpoint: CommittedCheckpoint, config: RunConfig) -> str:
+    if not plan.restore_rng:
+        seed_generators(config.train.seed, plan.step)
+        return "seeded from (seed, step, rank): restore.rng is false"
+    if plan.layout_changed:
+        seed_generators(config.train.seed, plan.step)
+        return "seeded from (seed, step, rank): the layout differs from the checkpoint's"
+    state = rng_state()
+    missing = sorted(state.keys() - checkpoint.manifest.tensors.keys())
+    if missing:
+        seed_generators(config.train.seed, plan.step)
+        return f"seeded from (seed, step, rank): the checkpoint's generators are another platform's ({missing[0]})"
+    load_tensors(state, checkpoint.path / OPTIMIZER_DIRECTORY)
+    set_rng_state(state)
+    return "restored on every rank"
+
+
+def _check_names(state: Mapping[str, Tensor], checkpoint: CommittedCheckpoint, group: str) -> None:
+    """Compare what this rank wants with what the checkpoint holds, by name and whole shape."""
+    held = {name: entry for name, entry in checkpoint.manifest.tensors.items() if entry.group == group}
+    problems = [f"{name} is not in it" for name in sorted(state.keys() - held.keys())]
+    problems += [
+        f"{name} has shape {list(held[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in state.items()
+        if name in held and tuple(tensor.shape) != tuple(held[name].shape)
+    ]
+    claimed = set().union(*gather_to_all(set(state)))
+    problems += [f"{name} is in it and no rank has a place for it" for name in sorted(held.keys() - claimed)]
+    first = next((found for found in gather_to_all(problems) if found), None)
+    if first is not None:
+        shown = "".join(f"\n  - {problem}" for problem in first[:10])
+        raise RestoreMismatch(
+            f"cannot restore from {checkpoint.path}: its {group} tensors are not those of this model{shown}"
+        )
+
+
+def _norm(setup: ModelSetup) -> float:
+    return sum(float(adapter.parameter.detach().double().pow(2).sum()) for adapter in setup.adapters) ** 0.5
+
+
+def _check_receipt(receipt: Receipt, plan: Resume) -> None:
+    """Stop where memory is not what the plan promised; every rank looks, rank 0's receipt is told."""
+    problems = [
+        f"rank {number} read {read} tensors of {wanted}"
+        for number, (read, wanted) in enumerate(receipt.tensors_per_rank)
+        if read != wanted
+    ]
+    expected = plan.step if plan.restore_optimizer else 0
+    if receipt.optimizer_step != expected:
+        problems.append(f"on rank {rank()} the optimizer has made {receipt.optimizer_step} steps, expected {expected}")
+    if receipt.next_row != plan.consumed_samples:
+        problems.append(f"the next step begins at row {receipt.next_row}, expected {plan.consumed_samples}")
+    problems = [problem for found in gather_to_all(problems) for problem in found]
+    if problems:
+        shown = "".join(f"\n  - {problem}" for problem in dict.fromkeys(problems))
+        raise RestoreMismatch(f"what came back from {receipt.checkpoint} is not what the start plan promised{shown}")

@@ -1,0 +1,313 @@
+"""One run, from the plan to the end: the phases in their order, the steps, and what is told of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, world_size
+from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.config.load import dump_config
+from ckptrain.config.schema import RunConfig
+from ckptrain.config.schedule import learning_rate
+from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, TrainingDiverged
+from ckptrain.lifecycle.journal import Journal, NullJournal
+from ckptrain.lifecycle.phases import Lifecycle, Phase
+from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
+from ckptrain.megatron.optimizer import set_learning_rate
+from ckptrain.megatron.step import StepResult, train_step
+from ckptrain.megatron.world import open_process_group
+from ckptrain.training.evaluation import answer_sample, validation_loss
+from ckptrain.training.observers import Observer, Observers, SampleAnswer, StepRecord, recorders
+from ckptrain.training.restore import restore_run, warm_start
+from ckptrain.training.saving import Position, Saved, Saver
+from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
+from ckptrain.training.start import Start, Survey, decide_start, survey_run
+from ckptrain.training.stopping import StopRequests
+
+JOURNAL = "journal.jsonl"
+RUN_CONFIG = "run.yaml"
+
+
+@attrs.frozen(kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    status: Literal["finished", "stopped", "already_done"]
+    run_dir: Path
+    plan: StartPlan
+    step: int
+    """Optimizer steps done, those of earlier starts included."""
+    checkpoint: Path | None
+    loss: float | None
+    """Of the last step; None where none was made."""
+    val_loss_before: float | None
+    """When this start began; None on a resume or without a validation set."""
+    val_loss_after: float | None
+    samples: tuple[SampleAnswer, ...]
+    stop_reason: str | None
+
+    @property
+    def exit_status(self) -> int:
+        """Return the command line's exit status for this end."""
+        return EXIT_STOPPED_EARLY if self.status == "stopped" else EXIT_DONE
+
+
+def run_training(config: RunConfig, run_dir: Path, observers: Iterable[Observer] = ()) -> RunResult:
+    """Start or go on with a run in `run_dir`, and train to `train.steps`; collective over the processes of this launch.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails; what was committed before is untouched.
+    """
+    survey = survey_run(config, world_size())
+    with open_process_group():
+        start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
+        told = Observers(observers if rank() == 0 else ())
+        on_rank0(lambda: prepare_directory(survey, start, run_dir))
+        journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
+        lifecycle = Lifecycle(journal.record)
+        try:
+            return _Run(survey, start, run_dir, journal, lifecycle, told).go()
+        except BaseException as error:
+            _record_failure(journal, lifecycle, error)
+            raise
+        finally:
+            told.on_end()
+
+
+def prepare_directory(survey: Survey, start: Start, run_dir: Path) -> None:
+    """Make a run directory ready for a start: damage to quarantine, leftovers removed, run.yaml as it is asked now."""
+    store = CheckpointStore(run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        journal = Journal(run_dir / JOURNAL)
+        for damage in start.damaged:
+            moved = store.quarantine(damage.path, damage.problems)
+            journal.record("quarantined", checkpoint=damage.path.name, moved_to=str(moved), problems=damage.problems)
+        if left := store.clean_staging():
+            journal.record("cleaned", removed=[path.name for path in left])
+        text = dump_config(survey.config)
+        target = run_dir / RUN_CONFIG
+        if not isinstance(start.plan, AlreadyDone) and (not target.exists() or target.read_text() != text):
+            replacement = run_dir / f".{RUN_CONFIG}.new"
+            replacement.write_text(text)
+            os.replace(replacement, target)
+    except OSError as error:
+        raise CkptrainError(
+            f"cannot use the run directory {run_dir}: {error.strerror} ({error.filename}); make it writable or choose"
+            " another --run-dir"
+        ) from error
+
+
+def _record_failure(journal: Journal, lifecycle: Lifecycle, error: BaseException) -> None:
+    with contextlib.suppress(CkptrainError):  # the error that is on its way says more than a full disk here
+        journal.record("error", kind=type(error).__name__, message=str(error))
+        if not lifecycle.ended:
+            lifecycle.advance(Phase.FAILED)
+
+
+class _Run:
+    """The parts of one run and the order in which they act."""
+
+    def __init__(
+        self, survey: Survey, start: Start, run_dir: Path, journal: Journal, lifecycle: Lifecycle, told: Observers
+    ) -> None:
+        self.survey, self.start, self.run_dir = survey, start, run_dir
+        self.config = survey.config
+        self.journal, self.lifecycle, self.told = journal, lifecycle, told
+        self.run_id = broadcast_from_rank0(start.run_id or uuid.uuid4().hex)
+        self.samples: list[SampleAnswer] = []
+        self.last_saved: CommittedCheckpoint | None = start.checkpoint if isinstance(start.plan, Resume) else None
+
+    def go(self) -> RunResult:
+        """Act out the plan."""
+        plan = self.start.plan
+        self.journal.record("plan", **plan.to_dict(), run_id=self.run_id, world_size=self.survey.layout.world_size)
+        self.told.on_plan(plan.to_dict(), {"run_dir": str(self.run_dir), "steps": self.config.train.steps})
+        self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
+        if isinstance(plan, AlreadyDone):
+            self.lifecycle.advance(Phase.FINISHED, step=plan.step)
+            return self._result("already_done", plan.step, checkpoint=plan.checkpoint)
+        done = plan.step if isinstance(plan, Resume) else 0
+        if rank() == 0:
+            self.told.add(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
+        with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
+            data = set_up_data(self.survey)
+            self._tell_data(data)
+            setup = set_up_model(self.survey, self.lifecycle, self.told)
+            self._restore(plan, setup)
+            saver = Saver(self.survey, data, setup, self.run_dir, self.run_id)
+            return self._train(plan, done, data, setup, saver, stop)
+
+    def _tell_data(self, data: DataSetup) -> None:
+        self.journal.record("data", train=attrs.asdict(data.train.summary))
+        self.told.on_progress(f"training data: {data.train.summary.describe()}")
+        if data.validation is not None:
+            self.journal.record("data", validation=attrs.asdict(data.validation.summary))
+            self.told.on_progress(f"validation data: {data.validation.summary.describe()}")
+
+    def _restore(self, plan: StartPlan, setup: ModelSetup) -> None:
+        if isinstance(plan, FreshStart):
+            return
+        checkpoint = self.start.checkpoint
+        assert checkpoint is not None
+        if isinstance(plan, WarmStart):
+            tensors = warm_start(checkpoint, setup)
+            self.journal.record("warm_start", adapter=str(checkpoint.path), tensors=tensors)
+            self.told.on_progress(f"adapter from {checkpoint.path} ({tensors} tensors)")
+            return
+        assert isinstance(plan, Resume)
+        receipt = restore_run(plan, checkpoint, setup, self.config)
+        self.journal.record("receipt", **receipt.to_dict())
+        self.lifecycle.advance(Phase.RESTORED, step=plan.step)
+        self.told.on_progress(
+            f"restored {receipt.checkpoint}: {receipt.tensors_per_rank[0][0]} of {receipt.tensors_per_rank[0][1]}"
+            f" tensors, optimizer step {receipt.optimizer_step}, learning rate {receipt.next_learning_rate:.3g} next,"
+            f" random generators {receipt.rng}, next row {receipt.next_row}"
+        )
+
+    def _train(
+        self, plan: StartPlan, done: int, data: DataSetup, setup: ModelSetup, saver: Saver, stop: StopRequests
+    ) -> RunResult:
+        train = self.config.train
+        before = None if isinstance(plan, Resume) else self._evaluate(setup, data, done, with_sample=True)
+        if self.lifecycle.phase is not Phase.TRAINING:
+            self.lifecycle.advance(Phase.TRAINING, step=done)
+        position = Position(
+            step=done,
+            consumed_samples=done * train.global_batch_size,
+            consumed_tokens=plan.consumed_tokens if isinstance(plan, Resume) else 0,
+        )
+        loss = val_loss = None
+        while position.step < train.steps:
+            if (reason := stop.reason()) is not None:
+                return self._drain(position, saver, reason, loss, before)
+            step = position.step + 1
+            record = self._step(step, data, setup)
+            loss = record.loss
+            position = Position(
+                step=step,
+                consumed_samples=position.consumed_samples + train.global_batch_size,
+                consumed_tokens=position.consumed_tokens + record.tokens,
+            )
+            last = step == train.steps
+            val_loss = None
+            if last or (train.eval_every_steps and step % train.eval_every_steps == 0):
+                val_loss = self._evaluate(setup, data, step, with_sample=last)
+            if last or step % self.config.checkpoint.every_steps == 0:
+                self._save(position, saver, loss, val_loss)
+        self.lifecycle.advance(Phase.FINISHED, step=position.step)
+        return self._result("finished", position.step, loss=loss, before=before, after=val_loss)
+
+    def _step(self, step: int, data: DataSetup, setup: ModelSetup) -> StepRecord:
+        started = time.perf_counter()
+        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
+        set_learning_rate(setup.optimizer, lr)
+        batches = data.source.micro_batches(step - 1)
+        result = train_step(setup.model, setup.optimizer, batches)
+        self._check_finite(step, result)
+        seconds = time.perf_counter() - started
+        tokens = sum(batch.tokens.shape[1] for batch in batches) * self.survey.layout.data
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            learnt_tokens=result.learnt_tokens,
+            tokens_per_s=tokens / seconds,
+            seconds=seconds,
+        )
+        self.told.on_step(record)
+        return record
+
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+            if not math.isfinite(value):
+                kept = (
+                    f"the last good checkpoint is {self.last_saved.path}"
+                    if self.last_saved
+                    else "no checkpoint had been saved"
+                )
+                raise TrainingDiverged(
+                    f"the {name} of step {step} is {value}; nothing was saved of it, {kept}; try a lower optimizer.lr,"
+                    " a longer optimizer.warmup_steps or a smaller optimizer.clip_grad"
+                )
+
+    def _evaluate(self, setup: ModelSetup, data: DataSetup, step: int, *, with_sample: bool) -> float | None:
+        if not data.validation_batches:
+            return None
+        self.lifecycle.advance(Phase.EVALUATING, step=step)
+        loss = validation_loss(setup, data)
+        assert loss is not None
+        self.told.on_validation(step, loss)
+        if with_sample:
+            multiple = self.survey.layout.tensor if self.config.parallel.sequence else 1
+            sample = answer_sample(setup, data, step, self.config.log.sample_tokens, multiple)
+            if sample is not None:
+                self.samples.append(sample)
+                self.journal.record("sample", **attrs.asdict(sample))
+                self.told.on_sample(sample)
+        self.lifecycle.advance(Phase.TRAINING, step=step, val_loss=loss)
+        return loss
+
+    def _save(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> Saved:
+        self.lifecycle.advance(Phase.SAVING, step=position.step)
+        saved = self._write(position, saver, loss, val_loss)
+        self.lifecycle.advance(Phase.TRAINING, step=position.step)
+        return saved
+
+    def _write(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> Saved:
+        metrics = {name: value for name, value in (("loss", loss), ("val_loss", val_loss)) if value is not None}
+        saved = saver.save(position, metrics)
+        self.last_saved = saved.checkpoint
+        facts: dict[str, Any] = {"num_bytes": saved.num_bytes, "seconds": round(saved.seconds, 3)}
+        self.journal.record("saved", step=position.step, checkpoint=saved.checkpoint.path.name, **facts)
+        self.told.on_saved(position.step, saved.checkpoint.path, saved.num_bytes, saved.seconds)
+        return saved
+
+    def _drain(
+        self, position: Position, saver: Saver, reason: str, loss: float | None, before: float | None
+    ) -> RunResult:
+        """Save what has been done since the last checkpoint, and stop."""
+        self.journal.record("stop_requested", reason=reason, step=position.step)
+        self.lifecycle.advance(Phase.DRAINING, step=position.step, reason=reason)
+        already = self.last_saved is not None and self.last_saved.step == position.step
+        if position.step > 0 and not already:
+            self._write(position, saver, loss, None)
+        self.lifecycle.advance(Phase.STOPPED, step=position.step)
+        return self._result("stopped", position.step, loss=loss, before=before, stop_reason=reason)
+
+    def _result(
+        self,
+        status: Literal["finished", "stopped", "already_done"],
+        step: int,
+        *,
+        checkpoint: Path | None = None,
+        loss: float | None = None,
+        before: float | None = None,
+        after: float | None = None,
+        stop_reason: str | None = None,
+    ) -> RunResult:
+        saved = self.last_saved.path if self.last_saved is not None else None
+        return RunResult(
+            status=status,
+            run_dir=self.run_dir,
+            plan=self.start.plan,
+            step=step,
+            checkpoint=checkpoint or saved,
+            loss=loss,
+            val_loss_before=before,
+            val_loss_after=after,
+            samples=tuple(self.samples),
+            stop_reason=stop_reason,
+        )

@@ -1,0 +1,136 @@
+"""From a survey to a model that can train: base, adapters, optimizer, data, each with its phase."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from ckptrain.checkpoint.ranks import together
+from ckptrain.convert.parity import BaseParity, check_base
+from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, validation_batches
+from ckptrain.data.chat import Prompt, prompt_of
+from ckptrain.data.dataset import Dataset, build_dataset
+from ckptrain.lifecycle.phases import Lifecycle, Phase
+from ckptrain.megatron import world
+from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
+from ckptrain.megatron.bridge import enter_megatron
+from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
+from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
+from ckptrain.megatron.platform import choose_backend, enter_platform
+from ckptrain.megatron.pretrained import load_tokenizer, local_directory
+from ckptrain.training.observers import Observer
+from ckptrain.training.start import Survey
+
+
+@attrs.frozen(kw_only=True)
+class DataSetup:
+    """The data of this rank."""
+
+    train: Dataset
+    validation: Dataset | None
+    source: BatchSource
+    validation_batches: tuple[MicroBatch, ...]
+    prompt: Prompt | None
+    tokenizer: Any
+
+
+@attrs.frozen(kw_only=True)
+class ModelSetup:
+    """The model of this rank, ready to train or to be restored."""
+
+    model: Any
+    """megatron-core's wrapped model."""
+    adapters: tuple[AdapterParameter, ...]
+    optimizer: Any
+    parity: BaseParity
+
+
+@contextlib.contextmanager
+def model_parallel(survey: Survey) -> Iterator[None]:
+    """Open megatron-core's groups for the survey's layout, and close them."""
+    enter_megatron()
+    torch.use_deterministic_algorithms(survey.config.train.deterministic)
+    world.open_model_parallel(survey.layout, survey.config.train.seed)
+    try:
+        yield
+    finally:
+        world.close_model_parallel()
+
+
+def set_up_data(survey: Survey) -> DataSetup:
+    """Tokenise the data and lay it out for this rank.
+
+    Raises:
+        DataError: a file is malformed, or a sample does not fit.
+    """
+    from megatron.core import parallel_state
+
+    config, layout = survey.config, survey.layout
+    tokenizer = together(lambda: load_tokenizer(local_directory(survey.base)))
+    train = together(lambda: build_dataset(Path(config.data.train), config.data, tokenizer, config.train.seed))
+    validation = None
+    if (path := config.data.validation) is not None:
+        validation = together(lambda: build_dataset(Path(path), config.data, tokenizer, config.train.seed))
+    deal = BatchLayout(
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=layout.data,
+        pad_to_multiple=layout.tensor if config.parallel.sequence else 1,
+        fixed_length=layout.pipeline > 1,
+    )
+    asks = validation is not None and config.log.sample_tokens > 0
+    return DataSetup(
+        train=train,
+        validation=validation,
+        source=BatchSource(
+            dataset=train, seed=config.train.seed, global_batch_size=config.train.global_batch_size, layout=deal
+        ),
+        validation_batches=() if validation is None else tuple(validation_batches(validation, deal)),
+        prompt=prompt_of(validation.first_record, tokenizer) if asks and validation is not None else None,
+        tokenizer=tokenizer,
+    )
+
+
+def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> ModelSetup:
+    """Load the base, check it, attach fresh adapters, build the optimizer; collective.
+
+    Raises:
+        ConfigError: the model cannot be built on this platform.
+        ModelMismatch: the base does not compute what Hugging Face computes.
+    """
+    config, platform = survey.config, enter_platform()
+    backend, why = choose_backend(config.model.backend, platform)
+    dtype = torch_dtype(config.model.dtype)
+    started = time.monotonic()
+    directory = together(lambda: local_directory(survey.base))
+    bridge = open_bridge(directory, survey.shape.architecture)
+    model = build_model(bridge, config, survey.layout, backend)
+    observer.on_progress(f"loading {survey.base.name} ({backend} layers: {why})")
+    load_base_weights(bridge, model)
+    parity = check_base(
+        model, directory, survey.shape, verify=config.model.verify, dtype=dtype, device=platform.device
+    )
+    observer.on_progress(f"base: {parity.reason}")
+    lifecycle.advance(
+        Phase.BASE_LOADED,
+        backend=backend,
+        backend_reason=why,
+        platform=platform.name,
+        parity=attrs.asdict(parity),
+        seconds=round(time.monotonic() - started, 3),
+    )
+    attach_adapters(model, config.lora, survey.targets)
+    adapters = tuple(adapter_parameters(model))
+    initialise_adapters(list(adapters), config.lora, config.train.seed)
+    trainable = sum(adapter.parameter.numel() for adapter in adapters)
+    lifecycle.advance(Phase.ADAPTER_ATTACHED, modules=len(survey.targets.modules), parameters_on_rank0=trainable)
+    wrapped = wrap_for_training(model, deterministic=config.train.deterministic)
+    optimizer = build_optimizer(wrapped, config.optimizer, dtype)
+    lifecycle.advance(Phase.OPTIMIZER_BUILT)
+    return ModelSetup(model=wrapped, adapters=adapters, optimizer=optimizer, parity=parity)

@@ -1,0 +1,151 @@
+"""All that is known of a start before anything heavy is done: the base, its shape, the layout, the disk, the plan.
+
+Nothing here imports torch, so `ckptrain plan` tells in well under a second what `ckptrain run` will do, and a mistake
+in the configuration costs no GPU time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import attrs
+
+from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
+from ckptrain.checkpoint.resolve import resolve_checkpoint
+from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from ckptrain.config.base import Base, locate_base
+from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
+from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
+from ckptrain.config.schema import RunConfig
+from ckptrain.config.shape import ModelShape, read_shape
+from ckptrain.config.targets import Targets, resolve_targets
+from ckptrain.data.records import data_fingerprint
+from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
+from ckptrain.lifecycle.start_plan import StartPlan, plan_start
+from ckptrain.megatron.pretrained import fetch
+
+_PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
+
+
+@attrs.frozen(kw_only=True)
+class Survey:
+    """What a configuration leads to on this machine, whatever lies in the run directory; the same on every rank."""
+
+    config: RunConfig
+    base: Base
+    identity: BaseIdentity
+    tokenizer_fingerprint: str
+    shape: ModelShape
+    targets: Targets
+    layout: Layout
+    batches: BatchArithmetic
+    data: DataIdentity
+
+
+@attrs.frozen(kw_only=True)
+class Start:
+    """The decision, and the damage that it found; made on rank 0 and sent to the others."""
+
+    plan: StartPlan
+    checkpoint: CommittedCheckpoint | None
+    """What a Resume goes on from, or a WarmStart takes its adapter from."""
+    run_id: str | None
+    """That of the run that is resumed; a new one is given otherwise."""
+    damaged: tuple[DamagedCheckpoint, ...]
+
+
+def survey_run(config: RunConfig, world_size: int) -> Survey:
+    """Look at everything that a configuration names: base, data, and how the model is laid over `world_size` processes.
+
+    Raises:
+        ConfigError: the base, the targets or the layout cannot be used.
+        DataError: a data file cannot be read.
+    """
+    base = fetch(locate_base(config.model))
+    shape = read_shape(base)
+    targets = resolve_targets(config.lora, shape)
+    layout = layout_of(config, shape, world_size)
+    validation = config.data.validation
+    return Survey(
+        config=config,
+        base=base,
+        identity=base_identity(base),
+        tokenizer_fingerprint=tokenizer_fingerprint(base),
+        shape=shape,
+        targets=targets,
+        layout=layout,
+        batches=batch_arithmetic(config, layout),
+        data=DataIdentity(
+            fingerprint=data_fingerprint(Path(config.data.train)),
+            validation_fingerprint=None if validation is None else data_fingerprint(Path(validation)),
+        ),
+    )
+
+
+def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start:
+    """Decide what a start in `run_dir` means; changes nothing on disk.
+
+    Args:
+        survey: what the configuration leads to.
+        run_dir: the run directory, which need not exist.
+        read_contents: compare the newest checkpoint's files with their digests, as a start does; without it a plan
+            goes by names and sizes.
+
+    Raises:
+        StartRefused: the configuration contradicts what is on disk.
+        CheckpointDamaged: `checkpoint.on_damaged` is refuse and something is damaged, or the adapter's source is.
+    """
+    config = survey.config
+    newest, damaged = _newest_whole(CheckpointStore(run_dir), read_contents=read_contents)
+    source = None
+    if newest is None and config.model.adapter is not None:
+        source = resolve_checkpoint(Path(config.model.adapter))
+    plan = plan_start(
+        config,
+        RunFacts(
+            run_dir=run_dir,
+            base=survey.identity,
+            tokenizer_fingerprint=survey.tokenizer_fingerprint,
+            data=survey.data,
+            lora=LoraSpec(settings=config.lora, modules=survey.targets.modules),
+            layout=survey.layout,
+            checkpoint=None if newest is None else newest.facts(),
+            warm_start=None if source is None else source.facts(),
+            damaged=tuple(checkpoint.facts() for checkpoint in damaged),
+            versions=versions(),
+        ),
+    )
+    return Start(
+        plan=attrs.evolve(plan, notes=(*survey.targets.notes, *plan.notes)),
+        checkpoint=newest or source,
+        run_id=None if newest is None else newest.manifest.run_id,
+        damaged=damaged,
+    )
+
+
+def _newest_whole(
+    store: CheckpointStore, *, read_contents: bool
+) -> tuple[CommittedCheckpoint | None, tuple[DamagedCheckpoint, ...]]:
+    """Return the newest checkpoint that is what its manifest says, and everything found damaged on the way to it."""
+    found = store.scan()
+    damaged = [checkpoint for checkpoint in found if isinstance(checkpoint, DamagedCheckpoint)]
+    whole = [checkpoint for checkpoint in found if isinstance(checkpoint, CommittedCheckpoint)]
+    for checkpoint in reversed(whole):
+        problems = verify_files(checkpoint) if read_contents else []
+        if not problems:
+            return checkpoint, tuple(damaged)
+        damaged.append(DamagedCheckpoint(path=checkpoint.path, step=checkpoint.step, problems=tuple(problems)))
+    return None, tuple(damaged)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that numbers may depend on, of what is installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

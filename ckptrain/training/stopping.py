@@ -1,0 +1,62 @@
+"""When should a run stop before its last step? Signals, a time limit, a stop file; all ranks agree on the step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ckptrain.checkpoint.ranks import gather_to_all
+
+STOP_FILE = "stop"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Asked between steps whether to stop; while entered, the first signal is a request and a second one ends at once.
+
+    Signal handlers can be set in the main thread only; in another, a run is stopped by the file or the time limit.
+    """
+
+    def __init__(self, run_dir: Path, max_minutes: float | None) -> None:
+        self._stop_file = run_dir / STOP_FILE
+        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._signal: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        except ValueError:
+            self._restore_handlers()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore_handlers()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def reason(self) -> str | None:
+        """Return why to stop now, or None; collective: the first rank that has a reason decides for all."""
+        return next((reason for reason in gather_to_all(self._own_reason()) if reason is not None), None)
+
+    def _own_reason(self) -> str | None:
+        if self._signal is not None:
+            return f"signal {self._signal}"
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "train.max_minutes is over"
+        if self._stop_file.exists():
+            return f"the file {self._stop_file} asks for it"
+        return None

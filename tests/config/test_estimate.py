@@ -1,0 +1,138 @@
+"""How large a checkpoint is, and about how much memory a process takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptrain.config.base import locate_base
+from ckptrain.config.estimate import Memory, adapter_tensors, checkpoint_bytes, memory_estimate
+from ckptrain.config.layout import layout_of
+from ckptrain.config.modules import FUSED
+from ckptrain.config.schema import LoraConfig, ModelConfig, RunConfig
+from ckptrain.config.shape import ModelShape, read_shape
+from ckptrain.config.targets import resolve_targets
+
+Build = Callable[..., RunConfig]
+
+
+def test_the_adapters_of_a_fused_layer_are_those_of_peft_stacked(dense: ModelShape) -> None:
+    """PEFT has q, k and v apart: the same inputs, and outputs that add up."""
+    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    hf_config = transformers.LlamaConfig(
+        hidden_size=dense.hidden_size,
+        intermediate_size=dense.ffn_hidden_size,
+        num_hidden_layers=dense.num_layers,
+        num_attention_heads=dense.num_heads,
+        num_key_value_heads=dense.num_kv_heads,
+        vocab_size=dense.vocab_size,
+    )
+    with torch.device("meta"):
+        model = peft.get_peft_model(
+            transformers.LlamaForCausalLM(hf_config), peft.LoraConfig(r=4, target_modules="all-linear")
+        )
+    theirs = {name.partition("base_model.model.")[2]: tensor.shape for name, tensor in model.named_parameters()}
+    lora = LoraConfig(dim=4)
+    ours = adapter_tensors(dense, lora, resolve_targets(lora, dense))
+    places = {"self_attention": "self_attn", "mlp": "mlp"}
+    for name, (rows, columns) in ours.items():
+        _, _, layer, place, short, *_, matrix, _ = name.split(".")
+        prefix = f"model.layers.{layer}.{places[place]}"
+        letter = "lora_A" if matrix == "linear_in" else "lora_B"
+        shapes = [theirs[f"{prefix}.{part}.{letter}.default.weight"] for part in FUSED[short]]
+        if letter == "lora_A":
+            assert set(shapes) == {(rows, columns)}
+        else:
+            assert (sum(shape[0] for shape in shapes), shapes[0][1]) == (rows, columns)
+    num_parts = sum(len(parts) for parts in FUSED.values())
+    assert len([name for name in theirs if ".lora_" in name]) == dense.num_layers * num_parts * 2
+    assert len(ours) == dense.num_layers * 4 * 2
+
+
+def test_every_expert_has_an_adapter_of_its_own(moe: ModelShape) -> None:
+    """Named by its global number."""
+    lora = LoraConfig(dim=2, target_modules=("linear_fc1", "linear_fc2"))
+    tensors = adapter_tensors(moe, lora, resolve_targets(lora, moe))
+    assert len(tensors) == 4 * 8 * 2 * 2
+    prefix = "decoder.layers.3.mlp.experts.local_experts.7"
+    assert tensors[f"{prefix}.linear_fc1.adapter.linear_in.weight"] == (2, 64)
+    assert tensors[f"{prefix}.linear_fc1.adapter.linear_out.weight"] == (64, 2)
+    assert tensors[f"{prefix}.linear_fc2.adapter.linear_in.weight"] == (2, 32)
+
+
+def test_a_checkpoint_of_smollm2_has_the_bytes_of_its_tensors(config: Build, smollm2_file: Path) -> None:
+    """Adapter, two moments, and masters where the adapter is bfloat16."""
+    shape = read_shape(locate_base(ModelConfig(pretrained=str(smollm2_file))))
+    built = config()
+    targets = resolve_targets(built.lora, shape)
+    values = sum(math.prod(dims) for dims in adapter_tensors(shape, built.lora, targets).values())
+    # 8 x ((576 + 960) + (576 + 576) + (576 + 3072) + (1536 + 576)) in each of 30 layers
+    assert values == 30 * 8 * (1536 + 1152 + 3648 + 2112)
+    size = checkpoint_bytes(built, shape, targets)
+    assert (size.adapter, size.optimizer, size.total) == (2 * values, 12 * values, 14 * values)
+    exact = checkpoint_bytes(config("model.dtype=float32"), shape, targets)
+    assert (exact.adapter, exact.optimizer) == (4 * values, 8 * values)
+    mixed = checkpoint_bytes(config("lora.lora_dtype=float32"), shape, targets)
+    assert mixed == exact
+
+
+def test_one_process_holds_the_whole_base(config: Build, dense: ModelShape) -> None:
+    """Two bytes a parameter in bfloat16 (the last norm, a vector, is not counted)."""
+    built = config()
+    targets = resolve_targets(built.lora, dense)
+    memory = memory_estimate(built, dense, layout_of(built, dense, 1), targets)
+    assert memory.base_weights == 2 * (dense.num_parameters - dense.hidden_size)
+    size = checkpoint_bytes(built, dense, targets)
+    assert (memory.adapter, memory.optimizer) == (size.adapter, size.optimizer)
+    assert memory.gradients == 2 * memory.adapter
+    assert memory.logits == 1024 * dense.vocab_size * (2 + 4 + 2)
+    assert memory.total > memory.base_weights + memory.logits + memory.activations
+
+
+def test_each_kind_of_parallelism_takes_its_share_off(config: Build, dense: ModelShape) -> None:
+    """Tensor splits weights and adapters, pipeline splits layers, context splits tokens, sequence the rest of them."""
+    found: dict[str, Memory] = {}
+    layouts: dict[str, list[str]] = {
+        "one": [],
+        "tensor": ["parallel.tensor=2"],
+        "sequence": ["parallel.tensor=2", "parallel.sequence=true"],
+        "pipeline": ["parallel.pipeline=2"],
+        "context": ["parallel.context=2"],
+    }
+    for name, overrides in layouts.items():
+        built = config(*overrides)
+        world_size = built.parallel.tensor * built.parallel.pipeline * built.parallel.context
+        layout = layout_of(built, dense, world_size)
+        found[name] = memory_estimate(built, dense, layout, resolve_targets(built.lora, dense))
+    one, tensor, pipeline, context = (found[name] for name in ("one", "tensor", "pipeline", "context"))
+    assert tensor.adapter * 2 == pipeline.adapter * 2 == one.adapter
+    assert tensor.logits * 2 == context.logits * 2 == one.logits
+    assert tensor.base_weights < 0.51 * one.base_weights
+    assert one.activations > tensor.activations > found["sequence"].activations
+    assert found["sequence"].activations * 2 == context.activations * 2 == one.activations
+    # The first of two stages holds half the layers, for two micro-batches; the last has the logits and one of each.
+    stages = [(one.activations, 0), (one.activations // 2, one.logits)]
+    assert (pipeline.activations, pipeline.logits) in stages
+
+
+def test_expert_parallelism_splits_the_experts(config: Build, moe: ModelShape) -> None:
+    """Weights and adapters of the experts, and nothing else."""
+    whole, split = (config(f"parallel.expert={expert}", "lora.target_modules=['*.experts.*']") for expert in (1, 4))
+    targets = resolve_targets(whole.lora, moe)
+    one = memory_estimate(whole, moe, layout_of(whole, moe, 4), targets)
+    four = memory_estimate(split, moe, layout_of(split, moe, 4), targets)
+    assert one.base_weights - four.base_weights == 2 * moe.num_layers * moe.expert_parameters * 3 // 4
+    assert four.adapter * 4 == one.adapter
+
+
+def test_the_local_attention_keeps_its_scores(config: Build, dense: ModelShape) -> None:
+    """Memory that grows with the square of the tokens."""
+    sizes = {}
+    for backend in ("local", "transformer_engine"):
+        built = config(f"model.backend={backend}")
+        layout = layout_of(built, dense, 1)
+        sizes[backend] = memory_estimate(built, dense, layout, resolve_targets(built.lora, dense)).activations
+    assert sizes["local"] - sizes["transformer_engine"] == 2 * dense.num_layers * 2 * dense.num_heads * 1024**2
