@@ -59,6 +59,12 @@ def _lora(config: RunConfig) -> Iterator[Contradiction]:
             "lora.lora_A_init_method and lora.lora_B_init_method are both zero, so neither ever has a gradient: start"
             " one of them otherwise (A: xavier)",
         )
+    if lora.lora_dtype is not None and lora.lora_dtype != config.model.dtype:
+        yield _contradiction(
+            "lora.lora_dtype, model.dtype",
+            f"lora.lora_dtype={lora.lora_dtype} differs from model.dtype={config.model.dtype}: Megatron's parallel adapters"
+            " have the model's type (float32 masters are kept by the optimizer in either case); set lora.lora_dtype=null",
+        )
     for key, names in (("lora.target_modules", lora.target_modules), ("lora.exclude_modules", lora.exclude_modules)):
         for name in names:
             # Wildcards and full names are matched against the base model's modules, once those are known.
@@ -94,11 +100,11 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
             f"train.global_batch_size={train.global_batch_size} is not a multiple of"
             f" train.micro_batch_size={train.micro_batch_size}: change one of them",
         )
-    if config.data.sequence_length % (2 * parallel.context) and parallel.context > 1:
+    if parallel.context > 1:
         yield _contradiction(
-            "data.sequence_length, parallel.context",
-            f"data.sequence_length={config.data.sequence_length} is not a multiple of {2 * parallel.context}, twice"
-            " parallel.context: each process takes one piece from either end of a row, to share the work evenly",
+            "parallel.context",
+            f"parallel.context={parallel.context}: packed sequences are not yet cut over context parallel processes; set"
+            " parallel.context=1 and use parallel.tensor with parallel.sequence for long rows",
         )
 
 

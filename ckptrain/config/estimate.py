@@ -124,13 +124,10 @@ def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layou
 
     Whole on each process (or split by t under sequence parallelism): the inputs of both norms and of both
     column-parallel layers, 4 x hidden. Split by t: q, k, v and the attention's output; gate, up, silu(gate) and their
-    product, 4 x MLP width (each token visits `experts_per_token` experts). The local attention also keeps its scores
-    and their softmax, 2 x heads x tokens.
+    product, 4 x MLP width (each token visits `experts_per_token` experts). Neither backend's attention keeps its scores.
     """
     whole = 4 * shape.hidden_size
     attention = shape.qkv_size + shape.num_heads * shape.head_dim
-    if config.model.backend == "local":
-        attention += 2 * shape.num_heads * tokens
     if shape.num_experts:
         # The dispatcher's copy of each token's hidden state, one for each expert that it visits.
         mlp = shape.experts_per_token * (4 * shape.moe_ffn_hidden_size + shape.hidden_size) * layout.tensor

@@ -25,6 +25,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 _MAX_DEPTH = 32
 
 
+ALL_LINEAR = "all-linear"
+
 class BadValueError(Exception):
     """A value that its key does not take; the text follows the key's name and a colon."""
 
@@ -145,6 +147,8 @@ def _choice(value: Any, choices: tuple[str, ...]) -> str:
 
 def _items(value: Any, expected: Any, bounds: Mapping[str, float]) -> tuple[Any, ...]:
     args = typing.get_args(expected)
+    if value == ALL_LINEAR:  # Hugging Face PEFT writes this one without brackets
+        value = [value]
     if not isinstance(value, list | tuple):
         fix = f"; write [{value}]" if isinstance(value, str | int | float) and args[-1] is Ellipsis else ""
         raise BadValueError(f"expected {type_text(expected)}, found {kind(value)}{fix}")

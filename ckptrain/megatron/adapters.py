@@ -7,6 +7,8 @@ global name and the seed alone, so every layout starts from the same bits.
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # isort: split
+
 import hashlib
 import math
 from collections.abc import Callable, Iterator

@@ -7,6 +7,8 @@ scores. No mask is built and no padding is computed.
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # isort: split
+
 from typing import Any
 
 import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # isort: split
+
 import warnings
 from collections.abc import Iterator
 from typing import Any

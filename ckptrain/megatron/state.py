@@ -6,6 +6,8 @@ any other; random generators belong to a rank and go back to it only where the l
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # isort: split
+
 import math
 from collections.abc import Iterable, Mapping
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # isort: split
+
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -19,11 +19,10 @@ from ckptrain.data.dataset import Dataset, build_dataset
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
-from ckptrain.megatron.bridge import enter_megatron
 from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
 from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
 from ckptrain.megatron.platform import choose_backend, enter_platform
-from ckptrain.megatron.pretrained import load_tokenizer, local_directory
+from ckptrain.convert.pretrained import load_tokenizer, local_directory
 from ckptrain.training.observers import Observer
 from ckptrain.training.start import Survey
 
@@ -54,7 +53,6 @@ class ModelSetup:
 @contextlib.contextmanager
 def model_parallel(survey: Survey) -> Iterator[None]:
     """Open megatron-core's groups for the survey's layout, and close them."""
-    enter_megatron()
     torch.use_deterministic_algorithms(survey.config.train.deterministic)
     world.open_model_parallel(survey.layout, survey.config.train.seed)
     try:

@@ -24,7 +24,7 @@ from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.data.records import data_fingerprint
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import StartPlan, plan_start
-from ckptrain.megatron.pretrained import fetch
+from ckptrain.convert.pretrained import fetch
 
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 
