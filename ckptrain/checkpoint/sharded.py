@@ -1,7 +1,6 @@
 """Tensors in and out of a checkpoint, each process its own pieces, through torch.distributed.checkpoint (DCP).
 
-A state is a flat mapping from global names to tensors: plain ones, or any that implement DCP's protocol for pieces of a
-larger tensor. Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are
+A state is a flat mapping from global names to tensors: plain ones, or `ShardedState` for the parts of a larger one. Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are
 pickles, so there are none; its `.metadata` is a pickle, so it is read by an unpickler that knows DCP's types alone.
 """
 
@@ -10,15 +9,24 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ckptrain.checkpoint.ranks import rank, world_size
 from ckptrain.errors import CheckpointDamaged, SaveFailed
@@ -51,6 +59,61 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+@attrs.frozen(kw_only=True)
+class Shard:
+    """A part of a whole tensor, where it lies in it."""
+
+    offset: tuple[int, ...]
+    data: Tensor
+
+
+class ShardedState(Tensor):
+    """The parts that this process holds of one tensor, as DCP wants them (its `_Checkpointable` protocol).
+
+    It has the shape and type of the whole and no data of its own.
+    """
+
+    shards: tuple[Shard, ...]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], shards: Sequence[Shard]) -> ShardedState:
+        """Wrap shards of a tensor of this shape."""
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=shards[0].data.dtype)
+        wrapper.shards = tuple(shards)
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be computed with."""
+        raise TypeError(f"{cls.__name__} stands for a tensor in a checkpoint; {func} cannot be applied to it")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, shards={[shard.offset for shard in self.shards]})"
+
+    def _chunk(self, shard: Shard) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=shard.data.size())
+
+    def __create_write_items__(self, fqn: str, _: ShardedState) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(shard.offset), position),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self._chunk(shard),
+                    properties=TensorProperties.create_from_tensor(shard.data),
+                    size=self.size(),
+                ),
+            )
+            for position, shard in enumerate(self.shards)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(shard) for shard in self.shards]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.data for shard in self.shards if torch.Size(shard.offset) == index.offset)
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -11,7 +11,7 @@ import ckptrain.megatron.entered  # isort: split
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import attrs
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
 from ckptrain.config.schema import LoraConfig
@@ -87,23 +87,40 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
 
 
 @attrs.frozen(kw_only=True)
+class Piece:
+    """A part of a whole tensor that this process holds."""
+
+    shape: tuple[int, ...]
+    """Of the whole: [out_features, in_features], after an expert axis where there are experts."""
+    offset: tuple[int, ...]
+    data: Tensor
+    """A view, with as many axes as `shape`."""
+    is_main: bool
+    """Whether this process is the one, of all that hold this piece, that saves it."""
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Return where in the whole the piece lies."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.data.shape, strict=True))
+
+
+@attrs.frozen(kw_only=True)
 class AdapterParameter:
     """One adapter weight of this process and how it lies in the whole.
 
-    `cut` places a tensor of the parameter's local shape in the global one: it returns megatron-core ShardedTensors
-    whose data are views of it. Moments and masters are laid out like their parameter, so they are cut the same way.
+    `cut` gives the pieces of a tensor that is laid out like the parameter: moments and masters are cut the same way.
     """
 
     name: str
+    """megatron-core's global one, with the layer's number in the whole model. Experts of a layer share a name."""
     parameter: nn.Parameter
-    cut: Callable[[Tensor], list[ShardedTensor]]
+    cut: Callable[[Tensor], list[Piece]]
 
 
 def adapter_parameters(model: Any) -> list[AdapterParameter]:
-    """Return the adapter weights of an unwrapped model, sorted by global name (`decoder.layers.3...linear_in.weight`)."""
+    """Return the adapter weights of an unwrapped model, sorted by name (`decoder.layers.3...linear_in.weight`)."""
     metadata = {
-        # A key for every layer instead of one tensor stacked over layers: a subset of layers can be adapted.
-        "non_homogeneous_layers": True,
+        "non_homogeneous_layers": True,  # a key for every layer, not one over all layers
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = model.sharded_state_dict(metadata=metadata)
@@ -115,21 +132,24 @@ def adapter_parameters(model: Any) -> list[AdapterParameter]:
     return sorted(found, key=lambda adapter: adapter.name)
 
 
-def _cutter(entry: ShardedTensor | ShardedTensorFactory) -> Callable[[Tensor], list[ShardedTensor]]:
+def _cutter(entry: ShardedTensor | ShardedTensorFactory) -> Callable[[Tensor], list[Piece]]:
     if isinstance(entry, ShardedTensorFactory):
 
-        def cut_by_factory(tensor: Tensor) -> list[ShardedTensor]:
+        def cut_by_factory(tensor: Tensor) -> list[Piece]:
             built = entry.build_fn(entry.key, tensor, entry.replica_id, entry.flattened_range)
-            return list(built.values()) if isinstance(built, dict) else list(built)
+            return [_piece(part, part.data) for part in (built.values() if isinstance(built, dict) else built)]
 
         return cut_by_factory
+    return lambda tensor: [_piece(entry, tensor)]
 
-    def cut_whole(tensor: Tensor) -> list[ShardedTensor]:
-        fields = {field: getattr(entry, field) for field in entry.__dataclass_fields__ if field != "data"}
-        fields["dtype"] = tensor.dtype
-        return [ShardedTensor(data=tensor, **fields)]
 
-    return cut_whole
+def _piece(sharded: ShardedTensor, data: Tensor) -> Piece:
+    return Piece(
+        shape=tuple(sharded.global_shape),
+        offset=tuple(sharded.global_offset),
+        data=data.view(*[1] * sharded.prepend_axis_num, *data.shape),
+        is_main=is_main_replica(sharded.replica_id),
+    )
 
 
 @torch.no_grad()
@@ -142,9 +162,9 @@ def initialise_adapters(adapters: list[AdapterParameter], lora: LoraConfig, seed
     for adapter in adapters:
         method = lora.lora_A_init_method if ".linear_in." in adapter.name else lora.lora_B_init_method
         pieces = adapter.cut(adapter.parameter.data)
-        whole = draw_matrix(method, pieces[0].global_shape, adapter.name, seed)
+        whole = draw_matrix(method, pieces[0].shape, adapter.name, seed)
         for piece in pieces:
-            piece.data.copy_(whole[_slices(piece)])
+            piece.data.copy_(whole[piece.place])
 
 
 def draw_matrix(method: str, shape: tuple[int, ...], name: str, seed: int) -> Tensor:
@@ -172,16 +192,3 @@ def draw_matrix(method: str, shape: tuple[int, ...], name: str, seed: int) -> Te
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     deviation = 0.2 if method == "normal" else math.sqrt(2.0 / (fan_in + fan_out))
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
-
-
-def _slices(piece: ShardedTensor) -> tuple[slice, ...]:
-    return tuple(
-        slice(offset, offset + length) for offset, length in zip(piece.global_offset, piece.data.shape, strict=True)
-    )
-
-
-def adapter_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (local name, module) of every adapter in an unwrapped model."""
-    for name, module in model.named_modules():
-        if name.endswith(".adapter"):
-            yield name, module

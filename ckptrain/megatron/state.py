@@ -1,7 +1,9 @@
 """The state of a run under Megatron as flat, named tensors: adapters, Adam's moments and masters, random generators.
 
-Names are megatron-core's own. Every piece knows its place in the whole tensor, so a state saved by one layout fills
-any other; random generators belong to a rank and go back to it only where the layout is the same.
+A weight that every layer has is stored as one tensor stacked over the layers, under the name that megatron-core gives
+it: DCP spends two kilobytes on each tensor, which for small adapters is more than they are. Every part knows its place
+in the whole, so a state saved by one layout fills any other; random generators belong to a rank, and go back to it only
+where the layout is the same.
 """
 
 from __future__ import annotations
@@ -9,65 +11,143 @@ from __future__ import annotations
 import ckptrain.megatron.entered  # isort: split
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
+import attrs
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from ckptrain.checkpoint.ranks import rank
-from ckptrain.megatron.adapters import AdapterParameter
+from ckptrain.checkpoint.ranks import gather_to_all, rank
+from ckptrain.checkpoint.sharded import Shard, ShardedState
+from ckptrain.megatron.adapters import AdapterParameter, Piece
 from ckptrain.megatron.optimizer import optimizer_tensors
 from ckptrain.megatron.platform import enter_platform
 
 _OPTIMIZER_PREFIX = "optimizer.state"
 _DEFAULT_GENERATOR = "default"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def adapter_state(adapters: Iterable[AdapterParameter], *, to_save: bool) -> dict[str, Tensor]:
-    """Return the adapter weights by global name; for a save, each piece on one of the ranks that hold it."""
-    state: dict[str, Tensor] = {}
-    for adapter in adapters:
-        state |= _pieces(adapter.name, adapter.cut(adapter.parameter.data), to_save=to_save)
-    return state
+@attrs.frozen(kw_only=True)
+class _Stack:
+    """The pieces of one shard of a stored tensor: one for each layer, in their order, or a single one."""
+
+    offset: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    has_layer_axis: bool
+
+    def gathered(self) -> Tensor:
+        """Return the pieces as one tensor, a copy where there are several."""
+        return torch.stack([piece.data for piece in self.pieces]) if self.has_layer_axis else self.pieces[0].data
+
+    def scatter(self, stored: Tensor) -> None:
+        """Copy from a tensor like `gathered`'s into the pieces."""
+        for piece, part in zip(self.pieces, stored if self.has_layer_axis else [stored], strict=True):
+            piece.data.copy_(part)
 
 
-def optimizer_state(adapters: Iterable[AdapterParameter], optimizer: object, *, to_save: bool) -> dict[str, Tensor]:
-    """Return moments and float32 masters, as `optimizer.state.exp_avg.<adapter weight>` and the like."""
-    state: dict[str, Tensor] = {}
-    for adapter in adapters:
-        for kind, tensor in optimizer_tensors(optimizer, adapter).items():
-            name = f"{_OPTIMIZER_PREFIX}.{kind}.{adapter.name}"
-            state |= _pieces(name, adapter.cut(tensor), to_save=to_save)
-    return state
+class AdapterStore:
+    """Adapters, and what is laid out like them, as the tensors that a checkpoint stores."""
+
+    def __init__(self, adapters: Sequence[AdapterParameter], num_layers: int) -> None:
+        """Plan the names for the adapters of this process, in a model of `num_layers` layers; collective."""
+        self._adapters = adapters
+        self._num_layers = num_layers
+        # Other stages have the other layers: only together do they know whether all layers have a weight.
+        everywhere = {name for names in gather_to_all([adapter.name for adapter in adapters]) for name in names}
+        adapted = Counter(_LAYER.sub("decoder.layers.", name) for name in everywhere)
+        self._stacked = {name for name, count in adapted.items() if count == num_layers}
+
+    def adapters(self) -> StateView:
+        """Return the adapter weights."""
+        return self._view([(adapter.name, adapter.cut(adapter.parameter.data)) for adapter in self._adapters])
+
+    def optimizer(self, optimizer: object) -> StateView:
+        """Return moments and float32 masters, as `optimizer.state.exp_avg.<adapter weight>` and the like."""
+        return self._view(
+            [
+                (f"{_OPTIMIZER_PREFIX}.{kind}.{adapter.name}", adapter.cut(tensor))
+                for adapter in self._adapters
+                for kind, tensor in optimizer_tensors(optimizer, adapter).items()
+            ]
+        )
+
+    def _stored_name(self, name: str) -> str:
+        without_layer = _LAYER.sub("decoder.layers.", name)
+        return without_layer if without_layer.removeprefix(_kind_prefix(name)) in self._stacked else name
+
+    def _view(self, cut: Iterable[tuple[str, list[Piece]]]) -> StateView:
+        # (stored name, offset without a layer axis) -> layer -> piece
+        places: dict[tuple[str, tuple[int, ...]], dict[int, Piece]] = defaultdict(dict)
+        for name, pieces in cut:
+            match = _LAYER.search(name)
+            assert match is not None
+            for piece in pieces:
+                places[self._stored_name(name), piece.offset][int(match[1])] = piece
+        stacks: dict[str, list[_Stack]] = defaultdict(list)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for (name, offset), by_layer in places.items():
+            layers = sorted(by_layer)
+            pieces = tuple(by_layer[layer] for layer in layers)
+            stacked = _LAYER.search(name) is None
+            stacks[name].append(
+                _Stack(
+                    offset=(layers[0], *offset) if stacked else offset, pieces=pieces, has_layer_axis=stacked
+                )
+            )
+            shapes[name] = (self._num_layers, *pieces[0].shape) if stacked else pieces[0].shape
+        return StateView(stacks=stacks, shapes=shapes)
 
 
-def _pieces(name: str, pieces: list[ShardedTensor], *, to_save: bool) -> dict[str, Tensor]:
-    if to_save:
-        pieces = [piece for piece in pieces if is_main_replica(piece.replica_id)]
-    shards: list[Tensor] = [CheckpointableShardedTensor.from_sh_ten(piece) for piece in pieces]
-    if not shards:
-        return {}
-    return {name: shards[0] if len(shards) == 1 else LocalShardsContainer(shards)}
+def _kind_prefix(name: str) -> str:
+    """Return what comes before an adapter's own name: `optimizer.state.exp_avg.`, or nothing."""
+    return name[: name.index("decoder.")]
 
 
-def blank(state: Mapping[str, Tensor]) -> None:
-    """Overwrite this process's pieces with NaN, so that what a read then leaves out is seen."""
-    for tensor in state.values():
-        for piece in _local_data(tensor):
-            piece.fill_(math.nan)
+@attrs.frozen(kw_only=True)
+class StateView:
+    """Tensors of this process under the names and in the form that a checkpoint stores them."""
 
+    stacks: Mapping[str, Sequence[_Stack]]
+    shapes: Mapping[str, tuple[int, ...]]
 
-def count_filled(state: Mapping[str, Tensor]) -> int:
-    """Return how many tensors of a state have no NaN in this process's pieces."""
-    return sum(all(not piece.isnan().any() for piece in _local_data(tensor)) for tensor in state.values())
+    def to_save(self) -> dict[str, Tensor]:
+        """Return what this process saves: copies or views, each piece on one of the ranks that hold it."""
+        state: dict[str, Tensor] = {}
+        for name, stacks in self.stacks.items():
+            mine = [stack for stack in stacks if stack.pieces[0].is_main]
+            if mine:
+                shards = [Shard(offset=stack.offset, data=stack.gathered().contiguous()) for stack in mine]
+                state[name] = ShardedState(self.shapes[name], shards)
+        return state
 
+    def to_load(self) -> dict[str, ShardedState]:
+        """Return buffers to read into, full of NaN, so that what a read leaves out is seen."""
+        return {
+            name: ShardedState(
+                self.shapes[name],
+                [
+                    Shard(offset=stack.offset, data=torch.full_like(stack.gathered(), math.nan, device="cpu"))
+                    for stack in stacks
+                ],
+            )
+            for name, stacks in self.stacks.items()
+        }
 
-def _local_data(tensor: Tensor) -> list[Tensor]:
-    shards = tensor._local_shards if isinstance(tensor, LocalShardsContainer) else [tensor]
-    return [shard._sh_ten.data for shard in shards]
+    def take(self, loaded: Mapping[str, ShardedState]) -> int:
+        """Copy buffers that were read whole into place; returns how many tensors that were, which should be all."""
+        filled = 0
+        for name, stacks in self.stacks.items():
+            shards = loaded[name].shards
+            if any(shard.data.isnan().any() for shard in shards):
+                continue
+            for stack, shard in zip(stacks, shards, strict=True):
+                stack.scatter(shard.data)
+            filled += 1
+        return filled
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -78,7 +158,7 @@ def rng_state() -> dict[str, Tensor]:
     return {_rng_name(generator): state.clone() for generator, state in states.items()}
 
 
-def set_rng_state(state: dict[str, Tensor]) -> None:
+def set_rng_state(state: Mapping[str, Tensor]) -> None:
     """Put this process's random generators into the states that `rng_state` gave."""
     states = {generator: state[_rng_name(generator)] for generator in _generators()}
     torch.cuda.set_rng_state(states.pop(_DEFAULT_GENERATOR))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.ranks import gather_to_all, rank
@@ -20,7 +19,7 @@ from ckptrain.config.schedule import learning_rate
 from ckptrain.errors import RestoreMismatch
 from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron.optimizer import set_step_count, step_count
-from ckptrain.megatron.state import adapter_state, blank, count_filled, optimizer_state, rng_state, set_rng_state
+from ckptrain.megatron.state import StateView, rng_state, set_rng_state
 from ckptrain.megatron.world import seed_generators
 from ckptrain.training.saving import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.training.setup import ModelSetup
@@ -56,13 +55,11 @@ def restore_run(plan: Resume, checkpoint: CommittedCheckpoint, setup: ModelSetup
         RestoreMismatch: the checkpoint does not hold what the model has, or memory does not hold what the plan says.
         CheckpointDamaged: its files cannot be read.
     """
-    state = adapter_state(setup.adapters, to_save=False)
-    read = _load(state, checkpoint, "adapter", ADAPTER_DIRECTORY)
-    wanted = len(state)
+    view = setup.store.adapters()
+    read, wanted = _load(view, checkpoint, "adapter", ADAPTER_DIRECTORY), len(view.shapes)
     if plan.restore_optimizer:
-        moments = optimizer_state(setup.adapters, setup.optimizer, to_save=False)
-        read += _load(moments, checkpoint, "optimizer", OPTIMIZER_DIRECTORY)
-        wanted += len(moments)
+        view = setup.store.optimizer(setup.optimizer)
+        read, wanted = read + _load(view, checkpoint, "optimizer", OPTIMIZER_DIRECTORY), wanted + len(view.shapes)
         set_step_count(setup.optimizer, int(checkpoint.manifest.optimizer["step"]))
         told = f"restored: moments{' and float32 masters' if config.model.dtype == 'bfloat16' else ''}"
     else:
@@ -92,20 +89,20 @@ def warm_start(checkpoint: CommittedCheckpoint, setup: ModelSetup) -> int:
     Raises:
         RestoreMismatch: the checkpoint does not hold what the model has.
     """
-    state = adapter_state(setup.adapters, to_save=False)
-    read = _load(state, checkpoint, "adapter", ADAPTER_DIRECTORY)
-    if read != len(state):
-        raise RestoreMismatch(f"rank {rank()} read {read} adapter tensors of {len(state)} from {checkpoint.path}")
+    view = setup.store.adapters()
+    read, wanted = _load(view, checkpoint, "adapter", ADAPTER_DIRECTORY), len(view.shapes)
+    if read != wanted:
+        raise RestoreMismatch(f"rank {rank()} read {read} adapter tensors of {wanted} from {checkpoint.path}")
     setup.optimizer.reload_model_params()
     return read
 
 
-def _load(state: Mapping[str, Tensor], checkpoint: CommittedCheckpoint, group: str, directory: str) -> int:
-    """Read a state and return how many of its tensors were filled, by looking at them."""
-    _check_names(state, checkpoint, group)
-    blank(state)
-    load_tensors(state, checkpoint.path / directory)
-    return count_filled(state)
+def _load(view: StateView, checkpoint: CommittedCheckpoint, group: str, directory: str) -> int:
+    """Read tensors into place and return how many were filled, by looking at them."""
+    _check_shapes(view.shapes, checkpoint, group)
+    buffers = view.to_load()
+    load_tensors(buffers, checkpoint.path / directory)
+    return view.take(buffers)
 
 
 def _restore_rng(plan: Resume, checkpoint: CommittedCheckpoint, config: RunConfig) -> str:
@@ -125,20 +122,21 @@ def _restore_rng(plan: Resume, checkpoint: CommittedCheckpoint, config: RunConfi
     return "restored on every rank"
 
 
-def _check_names(state: Mapping[str, Tensor], checkpoint: CommittedCheckpoint, group: str) -> None:
-    """Compare what this rank wants with what the checkpoint holds, by name and whole shape."""
-    held = {name: entry for name, entry in checkpoint.manifest.tensors.items() if entry.group == group}
-    problems = [f"{name} is not in it" for name in sorted(state.keys() - held.keys())]
+def _check_shapes(wanted: Mapping[str, tuple[int, ...]], checkpoint: CommittedCheckpoint, group: str) -> None:
+    """Compare what the model has with what the checkpoint holds, by name and whole shape, on all ranks together."""
+    held = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items() if entry.group == group}
+    everywhere: dict[str, tuple[int, ...]] = {}
+    for shapes in gather_to_all(dict(wanted)):
+        everywhere |= shapes
+    problems = [f"{name} is not in it" for name in sorted(everywhere.keys() - held.keys())]
+    problems += [f"{name} is in it, and this model has no such tensor" for name in sorted(held.keys() - everywhere.keys())]
     problems += [
-        f"{name} has shape {list(held[name].shape)} there and {list(tensor.shape)} here"
-        for name, tensor in state.items()
-        if name in held and tuple(tensor.shape) != tuple(held[name].shape)
+        f"{name} has shape {list(held[name])} there and {list(shape)} here"
+        for name, shape in sorted(everywhere.items())
+        if name in held and tuple(shape) != tuple(held[name])
     ]
-    claimed = set().union(*gather_to_all(set(state)))
-    problems += [f"{name} is in it and no rank has a place for it" for name in sorted(held.keys() - claimed)]
-    first = next((found for found in gather_to_all(problems) if found), None)
-    if first is not None:
-        shown = "".join(f"\n  - {problem}" for problem in first[:10])
+    if problems:
+        shown = "".join(f"\n  - {problem}" for problem in problems[:10])
         raise RestoreMismatch(
             f"cannot restore from {checkpoint.path}: its {group} tensors are not those of this model{shown}"
         )

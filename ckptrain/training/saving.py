@@ -19,7 +19,7 @@ from ckptrain.config.load import flatten
 from ckptrain.errors import SaveFailed
 from ckptrain.lifecycle.facts import LoraSpec
 from ckptrain.megatron.optimizer import step_count
-from ckptrain.megatron.state import adapter_state, optimizer_state, rng_state
+from ckptrain.megatron.state import rng_state
 from ckptrain.training.setup import DataSetup, ModelSetup
 from ckptrain.training.start import Survey, versions
 
@@ -89,9 +89,9 @@ class Saver:
         )
 
     def _write_tensors(self, staging: Path) -> dict[str, TensorEntry]:
-        setup = self._setup
-        adapter = save_tensors(adapter_state(setup.adapters, to_save=True), staging / ADAPTER_DIRECTORY)
-        moments = optimizer_state(setup.adapters, setup.optimizer, to_save=True)
+        store = self._setup.store
+        adapter = save_tensors(store.adapters().to_save(), staging / ADAPTER_DIRECTORY)
+        moments = store.optimizer(self._setup.optimizer).to_save()
         rest = save_tensors({**moments, **rng_state()}, staging / OPTIMIZER_DIRECTORY)
         return {
             **{name: _entry(tensor, "adapter") for name, tensor in adapter.items()},

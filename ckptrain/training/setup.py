@@ -21,6 +21,7 @@ from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
 from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
 from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
+from ckptrain.megatron.state import AdapterStore
 from ckptrain.megatron.platform import choose_backend, enter_platform
 from ckptrain.convert.pretrained import load_tokenizer, local_directory
 from ckptrain.training.observers import Observer
@@ -46,6 +47,7 @@ class ModelSetup:
     model: Any
     """megatron-core's wrapped model."""
     adapters: tuple[AdapterParameter, ...]
+    store: AdapterStore
     optimizer: Any
     parity: BaseParity
 
@@ -131,4 +133,5 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
     wrapped = wrap_for_training(model, deterministic=config.train.deterministic)
     optimizer = build_optimizer(wrapped, config.optimizer, dtype)
     lifecycle.advance(Phase.OPTIMIZER_BUILT)
-    return ModelSetup(model=wrapped, adapters=adapters, optimizer=optimizer, parity=parity)
+    store = AdapterStore(adapters, survey.shape.num_layers)
+    return ModelSetup(model=wrapped, adapters=adapters, store=store, optimizer=optimizer, parity=parity)

@@ -1,0 +1,47 @@
+"""Fixtures of all rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import write_chats, write_llama
+
+from ckptrain.config.load import load_config
+from ckptrain.config.schema import RunConfig
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Hugging Face directory of a random 4-layer Llama."""
+    return write_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a training and a validation file of short chats."""
+    directory = tmp_path_factory.mktemp("chats")
+    return write_chats(directory / "train.jsonl", 60), write_chats(directory / "val.jsonl", 6, seed=1)
+
+
+@pytest.fixture
+def tiny_config(tiny_llama: Path, chats: tuple[Path, Path]) -> Callable[..., RunConfig]:
+    """Return a maker of configurations of a small float32 run; overrides are given as `train.steps=3`."""
+
+    def make(*overrides: str, **model: Any) -> RunConfig:
+        return load_config(
+            {
+                "model": {"pretrained": str(tiny_llama), "dtype": "float32", "verify": "never", **model},
+                "lora": {"dim": 8, "alpha": 16},
+                "data": {"train": str(chats[0]), "validation": str(chats[1]), "sequence_length": 128},
+                "optimizer": {"lr": 1.0e-2},
+                "train": {"steps": 4, "micro_batch_size": 1, "global_batch_size": 4},
+                "checkpoint": {"every_steps": 2},
+                "log": {"tensorboard": False},
+            },
+            overrides,
+        )
+
+    return make
