@@ -1,0 +1,74 @@
+"""`ckptrain export`: a Hugging Face PEFT directory, and how to load it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.text import Text
+
+from ckptrain import api
+from ckptrain.cli.outcome import Answer
+from ckptrain.cli.page import Row, facts
+from ckptrain.cli.quiet import quiet_libraries
+from ckptrain.cli.wording import bytes_text, plural
+from ckptrain.config.base import locate_base
+from ckptrain.config.schema import ModelConfig
+from ckptrain.errors import ConfigError
+
+
+def export_answer(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool) -> Answer:
+    """Export an adapter.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    quiet_libraries()
+    written = api.export(checkpoint, out, dtype=dtype, overwrite=overwrite)
+    report = {**attrs.asdict(written), "path": str(written.path)}
+    return Answer(report=report, show=functools.partial(_show, report))
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    rows: list[Row] = [
+        ("written", report["path"]),
+        (
+            "",
+            (
+                f"{plural(report['tensors'], 'tensor')}, {bytes_text(report['num_bytes'])} of {report['dtype']}; rank"
+                f" {report['rank']}, alpha {report['alpha']}; {', '.join(report['target_modules'])}"
+            ),
+        ),
+        ("from", f"run {report['run_id']}, step {report['step']}"),
+        ("base", report["base"]),
+    ]
+    if report["warning"]:
+        rows.append(("warning", Text(report["warning"], style="yellow")))
+    console.print(facts(rows))
+    console.print()
+    for line in loading_lines(report["base"], report["path"]):
+        console.print(line, markup=False, soft_wrap=True, style="cyan")
+
+
+def loading_lines(base: str, path: str) -> list[str]:
+    """Return three lines of Python that load the adapter on its base."""
+    return [
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM",
+        f"base = AutoModelForCausalLM.from_pretrained({_base_arguments(base)})",
+        f"model = PeftModel.from_pretrained(base, {path!r})",
+    ]
+
+
+def _base_arguments(base: str) -> str:
+    """Return what `from_pretrained` takes for a base; a GGUF file is named beside its directory."""
+    if not base.endswith(".gguf"):
+        return repr(base)
+    try:
+        path = locate_base(ModelConfig(pretrained=base)).path or Path(base)
+    except ConfigError:  # it is on another machine: the lines are to be read there
+        path = Path(base)
+    return f"{str(path.parent)!r}, gguf_file={path.name!r}"

@@ -1,0 +1,225 @@
+"""The commands and their options; what each does is imported when it is called, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+import ckptrain
+from ckptrain.cli.outcome import (
+    Answer,
+    Failure,
+    JsonStdout,
+    answer_or_failure,
+    print_json,
+    tell_failure,
+    wants_json,
+)
+
+type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Commands(click.Group):
+    """A group whose commands return an `Answer`; it shows the answer, or tells the error, and exits with its status."""
+
+    def main(  # type: ignore[override]  # what click would do in its standalone mode is done here
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> NoReturn:
+        """Run one command and exit."""
+        words = list(sys.argv[1:] if args is None else args) or ["--help"]
+        as_json = wants_json(words)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a model's answer may hold what a terminal has no sign for
+
+        def ask() -> Any:
+            return super(Commands, self).main(words, prog_name or "ckptrain", standalone_mode=False, **extra)
+
+        if as_json:
+            with JsonStdout():
+                outcome = answer_or_failure(ask)
+        else:
+            outcome = answer_or_failure(ask)
+        if isinstance(outcome, Failure):
+            tell_failure(outcome, os.environ)
+        if as_json and os.environ.get("RANK", "0") == "0":
+            print_json(_report(outcome))
+        elif isinstance(outcome, Answer) and outcome.show is not None:
+            from ckptrain.cli.page import open_console
+
+            outcome.show(open_console())
+        sys.exit(outcome.exit_status)
+
+
+def _report(outcome: Answer | Failure) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return outcome.report()
+    return {**outcome.report, "exit_status": outcome.exit_status}
+
+
+def _json_option(*, exposed: bool = False) -> Decorator:
+    """Accept --json; the group acts on it, so that most commands need not know."""
+    text = "Print one JSON object on stdout."
+    return click.option("--json", "as_json", is_flag=True, expose_value=exposed, help=text)
+
+
+def _processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--nproc-per-node",
+        "num_processes",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Processes on this machine, one for each GPU; the launcher decides where there is one (torchrun, srun).",
+    )(command)
+
+
+def _run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--run-dir", type=click.Path(path_type=Path), help="Where the run lives; runs/CONFIG-NAME if left out."
+    )(command)
+
+
+def _overrides(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
+
+
+@click.group(
+    "ckptrain",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit status: 0 done; 2 usage; 78 bad config; 65 damaged checkpoint; 69 refused, the plan says why;"
+    " 75 stopped early but saved, run it again; 1 anything else.",
+)
+@click.version_option(ckptrain.__version__, prog_name="ckptrain")
+def cli() -> None:
+    """Fine-tune with LoRA under Megatron, and never be in doubt about what a start means."""
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@_overrides
+@_run_dir_option
+@_processes_option
+@_json_option(exposed=True)
+def run(config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool) -> Answer:
+    """Start a run, or go on with the one in the run directory.
+
+    CONFIG is a YAML or JSON file; key=value changes single keys, such as train.steps=200.
+    """
+    from ckptrain.cli.train import run_config
+
+    return run_config(config, overrides, run_dir, num_processes, as_json=as_json)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@_overrides
+@_processes_option
+@_json_option(exposed=True)
+def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
+    """Go on with a run as it was last asked to be."""
+    from ckptrain.cli.train import resume_run
+
+    return resume_run(run_dir, overrides, num_processes, as_json=as_json)
+
+
+@cli.command()
+@click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
+@_overrides
+@_run_dir_option
+@_processes_option
+@_json_option()
+def plan(source: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int) -> Answer:
+    """Tell what a start would do, changing nothing.
+
+    With the layout, the size of a checkpoint and an estimate of the memory that it takes.
+    """
+    from ckptrain.cli.plan import plan_answer
+
+    return plan_answer(source, overrides, run_dir, num_processes)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@_json_option()
+def status(run_dir: Path) -> Answer:
+    """Tell how far a run is and what comes next.
+
+    Its checkpoints are judged by names and sizes; `verify` reads them.
+    """
+    from ckptrain.cli.status import status_answer
+
+    return status_answer(run_dir)
+
+
+@cli.command()
+@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the weights written.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT where it is there.")
+@_json_option()
+def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool) -> Answer:
+    """Write an adapter for Hugging Face PEFT.
+
+    CKPT is a checkpoint, or a run, whose newest is taken; the base model is not needed.
+    """
+    from ckptrain.cli.export import export_answer
+
+    return export_answer(checkpoint, out, dtype, overwrite=overwrite)
+
+
+@cli.command()
+@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
+@_json_option()
+def verify(path: Path) -> Answer:
+    """Compare every file with its digest.
+
+    Of one checkpoint, or of all that a run has; exit status 65 where one is damaged.
+    """
+    from ckptrain.cli.verify import verify_answer
+
+    return verify_answer(path)
+
+
+@cli.command()
+@click.argument("section", required=False)
+@_json_option()
+def explain(section: str | None) -> Answer:
+    """List what a config may say.
+
+    Keys, types, defaults and meanings of one SECTION, or of all.
+    """
+    from ckptrain.cli.explain import explain_answer
+
+    return explain_answer(section)
+
+
+@cli.command()
+@_json_option()
+def doctor() -> Answer:
+    """Tell what is installed and whether it works.
+
+    It is what a bug report needs.
+    """
+    from ckptrain.cli.doctor import doctor_answer
+
+    return doctor_answer()
+
+
+def main() -> NoReturn:
+    """Run the command line; the entry point of the `ckptrain` script."""
+    cli.main()

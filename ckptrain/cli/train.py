@@ -1,0 +1,119 @@
+"""`ckptrain run` and `ckptrain resume`: in this process, as one of a launch, or as the launcher of several."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+import orjson
+
+from ckptrain import api
+from ckptrain.cli.launch import follow_launcher, is_launched, launch
+from ckptrain.cli.outcome import Answer
+from ckptrain.cli.quiet import quiet_libraries
+from ckptrain.cli.slurm import step_environment
+from ckptrain.config.load import load_config
+from ckptrain.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from ckptrain.training.run import RunResult
+
+
+def run_config(
+    config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool
+) -> Answer:
+    """Start the run that a config file describes, or go on with it.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+        click.UsageError: `config` is a directory.
+    """
+    if config.is_dir():
+        raise click.UsageError(f"{config} is a directory; to go on with a run: ckptrain resume {config}")
+    run_dir = run_dir or api.default_run_dir(config)
+    arguments = ["run", *_flags(as_json=as_json), f"--run-dir={run_dir}", "--", str(config), *overrides]
+    return _train(load_config(config, overrides), run_dir, arguments, num_processes, as_json=as_json)
+
+
+def resume_run(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
+    """Go on with a run as it was last asked to be.
+
+    Raises:
+        CheckpointNotFound: there is no run.
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    arguments = ["resume", *_flags(as_json=as_json), "--", str(run_dir), *overrides]
+    config = load_config(api.config_of_run(run_dir), overrides)
+    return _train(config, run_dir, arguments, num_processes, as_json=as_json)
+
+
+def _flags(*, as_json: bool) -> list[str]:
+    return ["--json"] if as_json else []
+
+
+def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
+    os.environ.update(step_environment(os.environ))
+    if num_processes > 1 and not is_launched(os.environ):
+        # What is refused is refused here, once, before any process loads torch.
+        api.plan(config, run_dir=run_dir, world_size=num_processes)
+        return _launch(arguments, num_processes, as_json=as_json)
+    follow_launcher(os.environ)
+    quiet_libraries()
+    return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _launch(arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
+    # With -m Python looks for modules in the working directory first; -P keeps it from that where this process did so.
+    safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
+    command = [sys.executable, *safe, "-m", "ckptrain.cli", *arguments]
+    launched = launch(command, num_processes, capture_stdout=as_json)
+    report: dict[str, Any] = {}
+    if as_json:
+        try:
+            report = orjson.loads(launched.stdout)
+        except orjson.JSONDecodeError:
+            message = "the process of rank 0 ended without an answer; see stderr"
+            report = {"error": {"kind": "ProcessEnded", "message": message, "problems": []}}
+    return Answer(report=report, exit_status=launched.exit_status)
+
+
+def _train_here(config: RunConfig, run_dir: Path, num_processes: int) -> Answer:
+    """Train in this process; it talks on rank 0 only."""
+    if os.environ.get("RANK", "0") != "0":
+        return Answer(report={}, exit_status=api.run(config, run_dir=run_dir).exit_status)
+    from ckptrain.cli.page import open_console
+    from ckptrain.cli.progress import Progress, show_end
+
+    with Progress(open_console(), steps=config.train.steps, every_steps=config.log.every_steps) as told:
+        result = api.run(config, run_dir=run_dir, observers=[told])
+    report = result_report(result, config.train.steps)
+    # The run directory as it was given is what people recognise and can type.
+    report["run_dir"] = str(run_dir)
+    return Answer(
+        report=report,
+        show=functools.partial(show_end, report, num_processes),
+        exit_status=result.exit_status,
+    )
+
+
+def result_report(result: RunResult, steps: int) -> dict[str, Any]:
+    """Return how a run ended, in JSON's types."""
+    return {
+        "status": result.status,
+        "run_dir": str(result.run_dir),
+        "plan": result.plan.to_dict(),
+        "step": result.step,
+        "steps": steps,
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "loss": result.loss,
+        "val_loss_before": result.val_loss_before,
+        "val_loss_after": result.val_loss_after,
+        "samples": [attrs.asdict(sample) for sample in result.samples],
+        "stop_reason": result.stop_reason,
+    }

@@ -1,0 +1,140 @@
+"""How a command ends: words, one JSON object, a status; and where each of them goes."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from ckptrain.cli.main import Commands, cli
+from ckptrain.cli.outcome import Answer, failure_of
+from ckptrain.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    SaveFailed,
+    StartRefused,
+    TrainingDiverged,
+)
+
+
+def _group(act: Callable[[], Answer]) -> Commands:
+    """Return a command line with one command, which does `act`."""
+    group = Commands()
+
+    @group.command()
+    @click.option("--json", "as_json", is_flag=True, expose_value=False)
+    def go() -> Answer:
+        return act()
+
+    return group
+
+
+def _raise(error: BaseException) -> Callable[[], Answer]:
+    def act() -> Answer:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("bad", ["one"]), 78),
+        (StartRefused("no", ["one"]), 69),
+        (CheckpointDamaged("broken", ["one"]), 65),
+        (CheckpointNotFound("where"), 2),
+        (SaveFailed("full"), 1),
+        (TrainingDiverged("NaN"), 1),
+        (click.UsageError("what"), 2),
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.ENOSPC, "No space left on device", "/run/journal.jsonl"), 1),
+        (ZeroDivisionError("division by zero"), 1),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_status(error: BaseException, status: int) -> None:
+    """The table of the documentation, with and without --json."""
+    group = _group(_raise(error))
+    assert CliRunner().invoke(group, ["go"]).exit_code == status
+    result = CliRunner().invoke(group, ["go", "--json"])
+    assert result.exit_code == status
+    assert orjson.loads(result.stdout)["exit_status"] == status
+
+
+def test_an_error_of_ckptrain_is_a_message_without_a_traceback() -> None:
+    """All of its problems, on stderr alone."""
+    result = CliRunner().invoke(_group(_raise(ConfigError("bad config", ["first", "second"]))), ["go"])
+    assert result.stdout == ""
+    assert result.stderr == "error: bad config\n  - first\n  - second\n"
+
+
+def test_a_fault_of_ckptrain_is_told_as_one_with_its_traceback() -> None:
+    """Nobody should look for the reason in their configuration."""
+    result = CliRunner().invoke(_group(_raise(ZeroDivisionError("division by zero"))), ["go"])
+    assert result.stderr.startswith("error: ZeroDivisionError: division by zero\nThis is a fault in ckptrain")
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "raise error" in result.stderr
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
+    """It is no fault of ckptrain, so there is no traceback."""
+    result = CliRunner().invoke(_group(_raise(OSError(errno.ENOSPC, "No space left on device", "/run/x"))), ["go"])
+    assert result.stderr == "error: No space left on device (/run/x); free some space and run it again\n"
+
+
+def test_running_out_of_memory_is_told_with_what_to_make_smaller() -> None:
+    """The error of torch is known by its name, since torch is not loaded to look at it."""
+    kind = type("OutOfMemoryError", (RuntimeError,), {})
+    failure = failure_of(kind("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert "train.micro_batch_size" in failure.message
+    assert "2.00 GiB" in failure.message
+    assert failure.trace == ""
+
+
+def test_with_json_whatever_else_prints_goes_to_stderr() -> None:
+    """A library's greeting on stdout, from Python or from C, must not break the one object."""
+    code = (
+        "import os, ckptrain.cli.main as m\nfrom ckptrain.cli.outcome import Answer\n"
+        "@m.cli.command()\n@m._json_option()\ndef go():\n"
+        "    print('hello from Python'); os.write(1, b'hello from C\\n'); os.system('echo hello from a child')\n"
+        "    return Answer(report={'found': 1}, exit_status=75)\n"
+        "m.cli.main(['go', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == '{"found":1,"exit_status":75}\n'
+    assert sorted(done.stderr.splitlines()) == ["hello from C", "hello from Python", "hello from a child"]
+    assert done.returncode == 75
+
+
+def test_a_usage_error_with_json_is_one_object_too() -> None:
+    """It is found before the command is known to want JSON."""
+    result = CliRunner().invoke(cli, ["plan", "--json"])
+    assert result.exit_code == 2
+    error = orjson.loads(result.stdout)["error"]
+    assert "CONFIG|RUN" in error["message"]
+    assert "ckptrain plan --help" in error["message"]
+
+
+def test_other_ranks_give_the_first_line_of_an_error_and_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells it in full; eight copies of a list help nobody."""
+    monkeypatch.setenv("RANK", "3")
+    result = CliRunner().invoke(_group(_raise(ConfigError("bad config", ["first"]))), ["go", "--json"])
+    assert (result.stdout, result.stderr) == ("", "error (rank 3): bad config\n")
+    assert result.exit_code == 78
+
+
+def test_a_reader_that_goes_away_is_not_an_error_to_explain() -> None:
+    """`ckptrain explain | head -1` ends quietly."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptrain.cli", "explain"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    os.close(read)
+    _, stderr = process.communicate()
+    assert stderr == ""
