@@ -11,6 +11,7 @@ import ckptrain.megatron.entered  # isort: split
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ from ckptrain.config.targets import Targets
 from ckptrain.errors import ConfigError
 
 
+# Every expert of a layer has an adapter of its own; a configuration selects them together.
+_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
+
+
 @dataclass
 class SelectedLoRA(LoRA):
     """Megatron-Bridge's LoRA on exactly the modules that the configuration resolved to, by global name."""
@@ -37,7 +42,7 @@ class SelectedLoRA(LoRA):
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         """Return (pattern, full name) for a selected module, as the base class does; None leaves it alone."""
         local_name = f"{prefix}.{name}" if prefix else str(name)
-        if self.selects(_with_global_layer(local_name, self.first_layer)):
+        if self.selects(_LOCAL_EXPERT.sub(".experts.", _with_global_layer(local_name, self.first_layer))):
             return local_name, local_name
         return None
 
@@ -72,7 +77,7 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
     )
     peft(model, training=True)
     adapted = {
-        _with_global_layer(name.removesuffix(".adapter"), first_layer)
+        _LOCAL_EXPERT.sub(".experts.", _with_global_layer(name.removesuffix(".adapter"), first_layer))
         for name, _ in model.named_modules()
         if name.endswith(".adapter")
     }

@@ -1,8 +1,9 @@
-"""Attention of megatron-core's local layers, for packed sequences: torch's scaled dot product, one sequence at a time.
+"""Packed sequences for megatron-core's local layers: rotary positions that restart, attention that stays inside.
 
-megatron-core's own DotProductAttention writes the whole score matrix and refuses packed sequences. Here a micro-batch
-is one flat row of sequences (THD layout, `cu_seqlens`), each attends to itself only, and torch's fused kernel keeps no
-scores. No mask is built and no padding is computed.
+megatron-core's own DotProductAttention writes the whole score matrix and refuses packed sequences, and its rotary
+embedding takes them apart one by one. Here a micro-batch is one row of sequences, [tokens, 1, ...], whose boundaries
+(`cu_seqlens`) both know: the frequencies are looked up by position for all tokens at once, and each sequence attends to
+itself only, through torch's fused kernel, which keeps no scores. No mask is built and no padding is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,28 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ckptrain.errors import ConfigError
+
+
+class PackedRotaryEmbedding(torch.nn.Module):
+    """Rotary angles of packed sequences, in the place of a model's `rotary_pos_emb`."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        """Take the angle of each pair of channels at position 1, float32 [head_dim / 2]."""
+        super().__init__()
+        self.inv_freq = frequencies
+
+    def get_rotary_seq_len(self, *_: Any) -> Tensor:
+        """Return what the model hands to `forward`: here the positions themselves, [tokens]."""
+        packed: PackedSeqParams = _[-1]
+        starts = packed.cu_seqlens_q[:-1].long()
+        lengths = packed.cu_seqlens_q.diff().long()
+        tokens = torch.arange(int(lengths.sum()), device=lengths.device)
+        return tokens - starts.repeat_interleave(lengths)
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """Return the angles, float32 [tokens, 1, 1, head_dim]; the two halves of a head turn together."""
+        angles = torch.outer(positions.float(), self.inv_freq.to(positions.device))
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 class PackedDotProductAttention(torch.nn.Module):
@@ -52,8 +75,8 @@ class PackedDotProductAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend.
 
-        `query` is [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; heads are those of this
-        tensor parallel rank. Returns [tokens, heads * head_dim].
+        `query` is [tokens, 1, heads, head_dim], `key` and `value` [tokens, 1, kv_heads, head_dim]; heads are those of
+        this tensor parallel rank. Returns [tokens, 1, heads * head_dim].
         """
         if packed_seq_params is None:
             raise ValueError("ckptrain gives every micro-batch as packed sequences (packed_seq_params)")
@@ -62,11 +85,11 @@ class PackedDotProductAttention(torch.nn.Module):
             self._attend(q, k, v)
             for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         ]
-        return torch.cat(pieces).flatten(1)
+        return torch.cat(pieces).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend inside one sequence: [length, heads, head_dim] -> the same."""
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        """Attend inside one sequence: [length, 1, heads, head_dim] -> the same."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         grouped = q.shape[1] != k.shape[1]
         length = q.shape[2]
         mask = None
@@ -75,7 +98,7 @@ class PackedDotProductAttention(torch.nn.Module):
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.permute(2, 0, 1, 3)
 
 
 def _window(config: Any, layer_number: int) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ckptrain.megatron.entered  # isort: split
 
+import contextlib
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from ckptrain.config.layout import Layout
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import ConfigError
-from ckptrain.megatron.attention import PackedDotProductAttention
+from ckptrain.megatron.attention import PackedDotProductAttention, PackedRotaryEmbedding
 from ckptrain.megatron.bridge import auto_bridge
-from ckptrain.megatron.platform import Backend
+from ckptrain.megatron.platform import Backend, enter_platform
 
 # What the local layers cannot do: kernels of Transformer Engine or Apex, and CUDA's only.
 _LOCAL_BACKEND_OFF = (
@@ -30,7 +33,6 @@ _LOCAL_BACKEND_OFF = (
     "persist_layer_norm",
     "cross_entropy_loss_fusion",
     "moe_permute_fusion",
-    "moe_grouped_gemm",
 )
 _ROPE_KINDS = ("default", "linear", "llama3")
 
@@ -65,13 +67,20 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
         )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    _copy_rope_frequencies(model, bridge.hf_pretrained.config)
+    frequencies = _rope_frequencies(bridge.hf_pretrained.config).to(enter_platform().device)
+    if backend == "local":
+        model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)
+    else:
+        model.rotary_pos_emb.inv_freq = frequencies
+        model.rotary_pos_emb.seq_len_interpolation_factor = None  # linear scaling is in the frequencies already
+    # How the step is to describe packed sequences: Transformer Engine's kernels know THD, our attention needs no name.
+    model.config.packed_format = "sbhd" if backend == "local" else "thd"
     return model
 
 
 def load_base_weights(bridge: Any, model: Any) -> None:
     """Read the base's weights into the model; once, before adapters are attached and before wrapping."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it draws a progress bar of its own
         warnings.simplefilter("ignore")
         bridge.load_hf_weights([model])
     model.requires_grad_(requires_grad=False)
@@ -101,8 +110,9 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
         "should_pad_vocab": layout.tensor > 1,
         "make_vocab_size_divisible_by": 1,
     }
-    if layout.expert > 1:
-        settings["expert_tensor_parallel_size"] = 1
+    if getattr(provider, "num_moe_experts", None):
+        # One adapter for each expert: the grouped layers would share one among all of a rank's experts.
+        settings |= {"moe_grouped_gemm": False, "expert_tensor_parallel_size": 1}
     if backend == "local":
         settings |= {name: False for name in _LOCAL_BACKEND_OFF if hasattr(provider, name)}
         settings["transformer_layer_spec"] = _packed_local_spec
@@ -127,8 +137,8 @@ def _packed_local_spec(provider: Any) -> Any:
     return spec
 
 
-def _copy_rope_frequencies(model: Any, hf_config: Any) -> None:
-    """Give Megatron the rotary frequencies that Hugging Face computes from its config.
+def _rope_frequencies(hf_config: Any) -> Tensor:
+    """Return the rotary frequencies that Hugging Face computes from its config, float32 [head_dim / 2].
 
     Megatron-Bridge passes on the scaling factor alone and megatron-core has the other constants of llama3 scaling
     built in, so a base with others (original_max_position_embeddings, say) would get wrong logits without any error.
@@ -142,14 +152,10 @@ def _copy_rope_frequencies(model: Any, hf_config: Any) -> None:
     kind = parameters["rope_type"]
     if kind not in _ROPE_KINDS:
         raise ConfigError(
-            "this model cannot be run",
-            [f"its rope_type is {kind!r}; ckptrain knows {', '.join(_ROPE_KINDS)}"],
+            "this model cannot be run", [f"its rope_type is {kind!r}; ckptrain knows {', '.join(_ROPE_KINDS)}"]
         )
-    rotary = model.rotary_pos_emb
     if kind == "default":
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
-    else:
-        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    rotary.inv_freq = frequencies.to(rotary.inv_freq.device, torch.float32)
-    rotary.seq_len_interpolation_factor = None  # linear scaling is in the frequencies now
+        return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    return frequencies.float()

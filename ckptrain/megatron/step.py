@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ckptrain.data.batches import MicroBatch
 from ckptrain.megatron.platform import enter_platform
@@ -30,10 +32,10 @@ class StepResult:
     grad_norm: float
 
 
-def _packed(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
+def _packed(batch: MicroBatch, layout: str, device: torch.device) -> PackedSeqParams:
     boundaries = batch.cu_seqlens.to(device, non_blocking=True)
     return PackedSeqParams(
-        qkv_format="thd",
+        qkv_format=layout,
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=batch.max_seqlen,
@@ -53,8 +55,15 @@ def _losses_of_learnt_tokens(**given: Any) -> Tensor:
     if not sharded:
         hidden, labels = hidden[where], labels[:, where]
     logits, _ = given["output_layer"](hidden, weight=given["output_weight"])
+    if _loss_is_local(given["config"]):
+        return cross_entropy(logits.squeeze(1).float(), labels[0], reduction="none")
     losses: Tensor = given["compute_language_model_loss"](labels, logits).flatten()
     return losses[where] if sharded else losses
+
+
+def _loss_is_local(config: Any) -> bool:
+    """Tell whether torch's own loss will do: the vocabulary is whole, and Transformer Engine has no fused one."""
+    return config.tensor_model_parallel_size == 1 and not config.cross_entropy_loss_fusion
 
 
 def _logits_where_asked(**given: Any) -> Tensor:
@@ -74,7 +83,7 @@ def _run_model(model: Any, batch: MicroBatch, processor: Any, where: Tensor) -> 
         position_ids=batch.position_ids.to(device, non_blocking=True),
         attention_mask=None,
         labels=batch.labels.to(device, non_blocking=True),
-        packed_seq_params=_packed(batch, device),
+        packed_seq_params=_packed(batch, get_model_config(model).packed_format, device),
         output_processor=processor,
         output_processor_context=where.to(device),
     )

@@ -1,0 +1,80 @@
+"""The loss curve is that of an independent implementation: Hugging Face PEFT with torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import torch
+from peft import PeftModel
+from support.launch import launch
+from transformers import AutoModelForCausalLM
+
+from ckptrain.config.schedule import learning_rate
+from ckptrain.config.schema import RunConfig
+from ckptrain.convert.pretrained import load_tokenizer
+from ckptrain.convert.to_peft import export_adapter
+from ckptrain.data.batches import BatchLayout, BatchSource
+from ckptrain.data.dataset import build_dataset
+from ckptrain.training.run import run_training
+
+
+def test_losses_and_gradient_norms_follow_peft(
+    tiny_config: Callable[..., RunConfig], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Ten steps with clipping, weight decay and a cosine; the adapted layers are two that Megatron does not fuse."""
+    config = tiny_config(
+        "train.steps=10",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=99",
+        "lora.target_modules=[o_proj, down_proj]",
+        "lora.lora_B_init_method=normal",
+        "optimizer.warmup_steps=1",
+        "optimizer.weight_decay=0.1",
+        "optimizer.clip_grad=0.5",
+        "train.micro_batch_size=2",
+    )
+    run_dir = tmp_path / "run"
+    launch(1, lambda: run_training(config, run_dir))
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    found = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+    # The first step has rate 0, so its checkpoint holds what both start from.
+    export_adapter(run_dir / "checkpoints/step-00000001", tmp_path / "start")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(tmp_path / "start"), is_trainable=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(
+        trainable, lr=0.0, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+    )
+    data = build_dataset(Path(config.data.train), config.data, load_tokenizer(tiny_llama), config.train.seed)
+    source = BatchSource(
+        dataset=data, seed=config.train.seed, global_batch_size=4, layout=BatchLayout(micro_batch_size=4)
+    )
+    expected = []
+    for step in range(1, 11):
+        [batch] = source.micro_batches(step - 1)
+        total = torch.zeros(())
+        for index in batch.sample_ids:
+            sample = data.samples[index]
+            ids = torch.from_numpy(sample.token_ids).long()
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            learnt = torch.from_numpy(sample.learnt[1:])
+            total = total + torch.nn.functional.cross_entropy(logits[learnt], ids[1:][learnt], reduction="sum")
+        loss = total / batch.num_learnt
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable, options.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, 10, step)
+        optimizer.step()
+        expected.append((float(loss.detach()), float(norm)))
+
+    assert len(found) == 10
+    assert max(norm for _, norm in expected) > options.clip_grad, "the gradient is clipped"
+    assert expected[-1][0] < expected[1][0] - 0.01, "something is learnt"
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert abs(loss - expected_loss) < 1e-5
+        assert abs(norm - expected_norm) < 1e-3 * expected_norm
