@@ -6,10 +6,12 @@ pickles, so there are none; its `.metadata` is a pickle, so it is read by an unp
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +187,13 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, Stor
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        metadata = dcp.save(
-            dict(state), storage_writer=_Writer(directory), planner=dcp.DefaultSavePlanner(), no_dist=world_size() == 1
-        )
+        with _without_warning():
+            metadata = dcp.save(
+                dict(state),
+                storage_writer=_Writer(directory),
+                planner=dcp.DefaultSavePlanner(),
+                no_dist=world_size() == 1,
+            )
     except CheckpointException as error:
         reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
         raise SaveFailed(f"could not write {directory}: {'; '.join(reasons)}") from error
@@ -197,19 +203,25 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, Stor
     return stored_tensors(metadata)
 
 
-def load_tensors(state: Mapping[str, Tensor], directory: Path) -> None:
-    """Read into the tensors of a state, in place, every process its pieces of however many were written; collective.
+def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = False) -> None:
+    """Read into the tensors of a state, in place, every process its pieces of however many were written.
+
+    Args:
+        state: where to read into.
+        directory: what `save_tensors` wrote.
+        alone: this process reads by itself; otherwise all do together.
 
     Raises:
         CheckpointDamaged: a tensor is missing, has another shape, or its file cannot be read.
     """
     try:
-        dcp.load(
-            dict(state),
-            storage_reader=_Reader(directory),
-            planner=dcp.DefaultLoadPlanner(allow_partial_load=False),
-            no_dist=world_size() == 1,
-        )
+        with _without_warning():
+            dcp.load(
+                dict(state),
+                storage_reader=_Reader(directory),
+                planner=dcp.DefaultLoadPlanner(allow_partial_load=False),
+                no_dist=alone or world_size() == 1,
+            )
     except CheckpointException as error:
         reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
         raise CheckpointDamaged(f"could not read {directory}", reasons) from error
@@ -219,6 +231,14 @@ def files_of_this_rank(directory: Path) -> list[Path]:
     """Return the files under `directory` that this process wrote: its own data, and on rank 0 the metadata."""
     mine = sorted(directory.rglob(f"__{rank()}_*.distcp"))
     return [*mine, *sorted(directory.rglob(_METADATA_FILE))] if rank() == 0 else mine
+
+
+@contextlib.contextmanager
+def _without_warning() -> Iterator[None]:
+    """Keep DCP from warning that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _reason(error: BaseException) -> str:

@@ -14,7 +14,8 @@ import click
 import orjson
 
 from ckptrain import api
-from ckptrain.cli.launch import follow_launcher, is_launched, launch
+from ckptrain.cli.launch import launch
+from ckptrain.cli.launched import is_launched
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.slurm import step_environment
@@ -59,12 +60,11 @@ def _flags(*, as_json: bool) -> list[str]:
 
 def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
     os.environ.update(step_environment(os.environ))
+    quiet_libraries()
     if num_processes > 1 and not is_launched(os.environ):
         # What is refused is refused here, once, before any process loads torch.
         api.plan(config, run_dir=run_dir, world_size=num_processes)
         return _launch(arguments, num_processes, as_json=as_json)
-    follow_launcher(os.environ)
-    quiet_libraries()
     return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -25,7 +25,6 @@ from ckptrain.megatron.platform import Backend, enter_platform
 
 # What the local layers cannot do: kernels of Transformer Engine or Apex, and CUDA's only.
 _LOCAL_BACKEND_OFF = (
-    "gradient_accumulation_fusion",
     "masked_softmax_fusion",
     "bias_dropout_fusion",
     "bias_activation_fusion",
@@ -105,6 +104,8 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
         "calculate_per_token_loss": True,
         # Weights are read from the base, adapters are filled by name: nothing is drawn at random here.
         "perform_initialization": False,
+        # A kernel of Apex for weight gradients, which the frozen base has none of.
+        "gradient_accumulation_fusion": False,
         "deterministic_mode": config.train.deterministic,
         # The vocabulary is cut evenly; the padding rows are never looked up and their logits are masked by the loss.
         "should_pad_vocab": layout.tensor > 1,

@@ -15,6 +15,8 @@ from ckptrain.megatron.cuda import enter_cuda
 
 Backend = Literal["transformer_engine", "local"]
 
+_SIXTEEN_BITS = "model.dtype is float32, and Transformer Engine's attention over packed sequences computes in 16 bits"
+
 
 @attrs.frozen(kw_only=True)
 class Platform:
@@ -49,8 +51,8 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def choose_backend(asked: str, platform: Platform) -> tuple[Backend, str]:
-    """Return whose layers the model is made of, and why in words.
+def choose_backend(asked: str, platform: Platform, dtype: str) -> tuple[Backend, str]:
+    """Return whose layers the model is made of, and why in words; `dtype` is the model's, by name.
 
     Raises:
         ConfigError: Transformer Engine was asked for where it cannot run.
@@ -61,6 +63,7 @@ def choose_backend(asked: str, platform: Platform) -> tuple[Backend, str]:
     if asked == "transformer_engine":
         missing = [] if installed else ["Transformer Engine is not installed (extra `te`)"]
         missing += [] if platform.is_cuda else ["there is no GPU"]
+        missing += [_SIXTEEN_BITS] if dtype == "float32" else []
         if missing:
             raise ConfigError(
                 "model.backend is transformer_engine, which cannot run here",
@@ -71,4 +74,6 @@ def choose_backend(asked: str, platform: Platform) -> tuple[Backend, str]:
         return "local", "there is no GPU"
     if not installed:
         return "local", "Transformer Engine is not installed"
+    if dtype == "float32":
+        return "local", _SIXTEEN_BITS
     return "transformer_engine", "there is a GPU and Transformer Engine is installed"

@@ -63,6 +63,9 @@ class Observer:
     def on_saved(self, step: int, path: Path, num_bytes: int, seconds: float) -> None:
         """A checkpoint is committed."""
 
+    def on_stop(self, reason: str) -> None:
+        """The run was asked to stop; it saves now."""
+
     def on_end(self) -> None:
         """The run is over, however it ended."""
 
@@ -249,6 +252,10 @@ class Observers(Observer):
     def on_saved(self, step: int, path: Path, num_bytes: int, seconds: float) -> None:
         for observer in self._observers:
             observer.on_saved(step, path, num_bytes, seconds)
+
+    def on_stop(self, reason: str) -> None:
+        for observer in self._observers:
+            observer.on_stop(reason)
 
     def on_end(self) -> None:
         for observer in self._observers:

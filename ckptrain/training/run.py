@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterable
@@ -131,7 +132,14 @@ class _Run:
     def go(self) -> RunResult:
         """Act out the plan."""
         plan = self.start.plan
-        self.journal.record("plan", **plan.to_dict(), run_id=self.run_id, world_size=self.survey.layout.world_size)
+        self.journal.record(
+            "plan",
+            **plan.to_dict(),
+            run_id=self.run_id,
+            world_size=self.survey.layout.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
         self.told.on_plan(plan.to_dict(), {"run_dir": str(self.run_dir), "steps": self.config.train.steps})
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         if isinstance(plan, AlreadyDone):
@@ -280,6 +288,7 @@ class _Run:
     ) -> RunResult:
         """Save what has been done since the last checkpoint, and stop."""
         self.journal.record("stop_requested", reason=reason, step=position.step)
+        self.told.on_stop(reason)
         self.lifecycle.advance(Phase.DRAINING, step=position.step, reason=reason)
         already = self.last_saved is not None and self.last_saved.step == position.step
         if position.step > 0 and not already:

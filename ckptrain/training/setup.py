@@ -105,7 +105,7 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
         ModelMismatch: the base does not compute what Hugging Face computes.
     """
     config, platform = survey.config, enter_platform()
-    backend, why = choose_backend(config.model.backend, platform)
+    backend, why = choose_backend(config.model.backend, platform, config.model.dtype)
     dtype = torch_dtype(config.model.dtype)
     started = time.monotonic()
     directory = together(lambda: local_directory(survey.base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, Self
 from ckptrain.checkpoint.ranks import gather_to_all
 
 STOP_FILE = "stop"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# A scheduler may signal the launcher and its processes at once, so that one request arrives here twice.
+_SAME_REQUEST_S = 1.0
 
 
 class StopRequests:
-    """Asked between steps whether to stop; while entered, the first signal is a request and a second one ends at once.
+    """Asked between steps whether to stop; while entered, the first signal is a request and a later one ends at once.
 
     Signal handlers can be set in the main thread only; in another, a run is stopped by the file or the time limit.
     """
@@ -24,6 +27,7 @@ class StopRequests:
         self._stop_file = run_dir / STOP_FILE
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._signal: str | None = None
+        self._signalled_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -40,8 +44,12 @@ class StopRequests:
         self._restore_handlers()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
-        self._restore_handlers()
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled_at = signal.Signals(number).name, now
+        elif now - self._signalled_at > _SAME_REQUEST_S:
+            self._restore_handlers()
+            os.kill(os.getpid(), number)
 
     def _restore_handlers(self) -> None:
         for number, handler in self._previous.items():

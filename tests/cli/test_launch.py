@@ -1,8 +1,8 @@
 """The launcher, with small programs in place of training."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -11,43 +11,80 @@ from pathlib import Path
 
 import pytest
 
+from ckptrain.cli import launch as launcher
 from ckptrain.cli.slurm import step_environment
 
-_LAUNCHER = """
-import sys, ckptrain.cli.launch as launch
-launch._SETTLE_S, launch._TERMINATE_S = 0.4, 0.4
-done = launch.launch([sys.executable, "-S", sys.argv[1]], int(sys.argv[2]), capture_stdout=len(sys.argv) > 3)
-sys.stdout.buffer.write(b"captured:" + done.stdout if len(sys.argv) > 3 else b"")
-sys.exit(done.exit_status)
+_PROGRAM = """
+import os, signal, sys, time
+sys.path[:0] = [{source!r}]
+import ckptrain.cli.launched as launched
+launched._SETTLE_S = 0.4
+rank = int(os.environ["RANK"])
+{before}
+with launched.as_rank(os.environ):
+{body}
+    sys.exit(0)
 """
 
-Launch = Callable[..., subprocess.Popen[str]]
+
+class Launch:
+    """A launcher in a process of its own, forked from this one, which has imported torch: that takes seconds."""
+
+    def __init__(self, command: list[str], num_processes: int, directory: Path, *, capture: bool) -> None:
+        self._printed = directory / "stdout", directory / "stderr"
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._go, args=(command, num_processes, directory, capture)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def _go(self, command: list[str], num_processes: int, directory: Path, capture: bool) -> None:
+        os.setsid()
+        os.chdir(directory)
+        for number, path in enumerate(self._printed, start=1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # pytest may run under nohup, or in the background
+            signal.signal(number, signal.SIG_DFL)
+        for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+            os.environ.pop(name, None)
+        done = launcher.launch(command, num_processes, capture_stdout=capture)
+        if capture:
+            sys.stdout.write("captured:" + done.stdout.decode())
+            sys.stdout.flush()
+        os._exit(done.exit_status)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher alone."""
+        os.kill(self.pid, number)
+
+    def ended(self) -> tuple[int | None, str, str]:
+        """Wait for the end; return exit status, stdout and stderr."""
+        self._process.join(timeout=30)
+        if self._process.exitcode is None:
+            self._process.kill()
+        stdout, stderr = (path.read_text() for path in self._printed)
+        return self._process.exitcode, stdout, stderr
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    """Return a function that launches a program in processes, from a launcher that can be sent signals."""
+def launch(tmp_path: Path) -> Callable[..., Launch]:
+    """Return a function that launches a program in two processes, from a launcher that can be sent signals."""
+    import torch.distributed.launcher.api  # noqa: F401  # once, before any launcher is forked
 
-    def start(program: str, num_processes: int = 2, *options: str) -> subprocess.Popen[str]:
+    def start(program: str, *arguments: str, before: str = "", capture: bool = False) -> Launch:
         path = tmp_path / "program.py"
-        path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{textwrap.dedent(program)}")
-        hidden = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-        return subprocess.Popen(
-            [sys.executable, "-c", _LAUNCHER, str(path), str(num_processes), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={name: value for name, value in os.environ.items() if name not in hidden},
-            start_new_session=True,
-        )
+        body = textwrap.indent(textwrap.dedent(program), "    ")
+        source = str(Path(__file__).parents[2])
+        path.write_text(_PROGRAM.format(source=source, before=textwrap.dedent(before), body=body))
+        return Launch([sys.executable, "-S", str(path), *arguments], 2, tmp_path, capture=capture)
 
     return start
-
-
-def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=30)
-    return process.returncode, stdout, stderr
 
 
 def _wait_for(*paths: Path) -> None:
@@ -58,25 +95,26 @@ def _wait_for(*paths: Path) -> None:
 
 
 _SAVES_WHEN_ASKED = """
-    asked = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, f: asked.append(n))
-    open(f"ready{rank}", "w").close()
-    while not asked:
-        time.sleep(0.01)
-    time.sleep(1.0)  # the step and the save
-    open(f"saved{rank}", "w").write(",".join(signal.Signals(n).name for n in asked))
-    sys.exit(75)
+asked = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda n, f: asked.append(n))
+open(f"ready{rank}", "w").close()
+while not asked:
+    time.sleep(0.01)
+time.sleep(0.6)  # the step and the save
+open(f"saved{rank}", "w").write(",".join(signal.Signals(n).name for n in asked))
+sys.exit(75)
 """
 
 
-def test_each_process_has_the_environment_that_torchrun_gives(launch: Launch, tmp_path: Path) -> None:
-    """Ranks, world size, an address, one port for all, and a share of the cores."""
+def test_each_process_has_the_environment_that_torchrun_gives(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    """Ranks, world size, this machine's address, one port for all, a share of the cores; the launch is not inherited."""
     program = """
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
         open(f"env{rank}", "w").write(" ".join(os.environ[name] for name in names))
+        sys.exit(int(launched.LAUNCH in os.environ))
     """
-    assert _ended(launch(program, 2)) == (0, "", "")
+    assert launch(program).ended() == (0, "", "")
     first, second = ((tmp_path / f"env{rank}").read_text().split() for rank in range(2))
     assert first[:5] == ["0", "0", "2", "2", "127.0.0.1"]
     assert second[:5] == ["1", "1", "2", "2", "127.0.0.1"]
@@ -84,50 +122,51 @@ def test_each_process_has_the_environment_that_torchrun_gives(launch: Launch, tm
     assert int(first[6]) == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def test_rank_0_can_listen_on_the_port_that_is_kept_for_it(launch: Launch) -> None:
-    """The launcher's socket keeps the port from others, and must not keep it from rank 0."""
-    program = """
-        import socket
-        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-        if rank == 0:
-            with socket.create_server(("0.0.0.0", address[1])) as server:
-                server.settimeout(20)
-                server.accept()[0].sendall(b"x")
-        else:
-            for _ in range(400):
-                try:
-                    with socket.create_connection(address, timeout=20) as connection:
-                        sys.exit(0 if connection.recv(1) == b"x" else 1)
-                except ConnectionRefusedError:
-                    time.sleep(0.05)
-            sys.exit(1)
-    """
-    assert _ended(launch(program)) == (0, "", "")
+def test_arguments_reach_the_processes_as_they_are(launch: Callable[..., Launch]) -> None:
+    """What torch's launcher would put something else in the place of is not touched."""
+    arguments = ["data.train=$$HOME", "run_dir=${local_rank}", "cost=3$"]
+    status, stdout, _ = launch("if rank == 0: print(*sys.argv[1:], flush=True)", *arguments).ended()
+    assert (status, stdout) == (0, " ".join(arguments) + "\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_every_process_save(
-    launch: Launch, tmp_path: Path, number: signal.Signals
+    launch: Callable[..., Launch], tmp_path: Path, number: signal.Signals
 ) -> None:
     """Each gets it once, none is killed while it saves, and the exit status is theirs."""
     process = launch(_SAVES_WHEN_ASKED)
     _wait_for(tmp_path / "ready0", tmp_path / "ready1")
-    process.send_signal(number)
-    assert _ended(process) == (75, "", "")
+    process.signal(number)
+    assert process.ended() == (75, "", "")
     expected = "SIGTERM" if number is signal.SIGHUP else number.name
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == [expected, expected]
 
 
-def test_ctrl_c_in_a_terminal_reaches_each_process_once(launch: Launch, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_reaches_each_process_once(launch: Callable[..., Launch], tmp_path: Path) -> None:
     """A terminal sends SIGINT to the launcher's whole group; a second one would end a process without a save."""
     process = launch(_SAVES_WHEN_ASKED)
     _wait_for(tmp_path / "ready0", tmp_path / "ready1")
     os.killpg(process.pid, signal.SIGINT)
-    assert _ended(process)[0] == 75
+    assert process.ended()[0] == 75
     assert (tmp_path / "saved0").read_text() == "SIGINT"
 
 
-def test_a_third_signal_kills(launch: Launch, tmp_path: Path) -> None:
+def test_a_process_that_starts_after_a_signal_ends_at_once(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    """The launcher does not know yet whom to pass it on to."""
+    late = """
+        open(f"late{rank}", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    """
+    process = launch("time.sleep(60)", before=late)
+    _wait_for(tmp_path / "late0", tmp_path / "late1")
+    process.signal(signal.SIGINT)
+    time.sleep(0.2)
+    (tmp_path / "go").touch()
+    assert process.ended() == (128 + signal.SIGTERM, "", "")
+
+
+def test_a_third_signal_kills(launch: Callable[..., Launch], tmp_path: Path) -> None:
     """For processes that hang and hear nothing any more."""
     program = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -137,86 +176,105 @@ def test_a_third_signal_kills(launch: Launch, tmp_path: Path) -> None:
     process = launch(program)
     _wait_for(tmp_path / "ready0", tmp_path / "ready1")
     for _ in range(3):
-        process.send_signal(signal.SIGTERM)
+        process.signal(signal.SIGTERM)
         time.sleep(0.2)
-    assert _ended(process)[0] == 128 + signal.SIGKILL
+    assert process.ended() == (128 + signal.SIGKILL, "", "")
 
 
-def test_the_status_of_the_first_failure_is_the_launchers(launch: Launch) -> None:
+def test_the_status_of_the_first_failure_is_the_launchers(launch: Callable[..., Launch]) -> None:
     """What follows in the other processes is its consequence."""
-    assert _ended(launch("time.sleep(0 if rank else 0.3)\nsys.exit(78 if rank else 1)"))[0] == 78
+    assert launch("time.sleep(0 if rank else 0.2)\nsys.exit(78 if rank else 1)").ended()[0] == 78
 
 
-def test_a_process_killed_by_a_signal_is_told_and_takes_the_others_with_it(launch: Launch) -> None:
+def test_a_process_killed_by_a_signal_is_told_and_takes_the_others_with_it(launch: Callable[..., Launch]) -> None:
     """The others hang, as in a collective; SIGKILL from outside is what running out of memory looks like."""
     program = """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if rank:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
     """
-    status, stdout, stderr = _ended(launch(program))
+    status, stdout, stderr = launch(program).ended()
     assert (status, stdout) == (128 + signal.SIGKILL, "")
     assert "process 2 of 2 processes (rank 1) was killed by SIGKILL" in stderr
     assert "memory" in stderr
 
 
-def test_rank_0_may_finish_its_last_lines_after_another_has_ended(launch: Launch) -> None:
+def test_a_process_that_dies_after_its_end_is_not_taken_for_a_success(launch: Callable[..., Launch]) -> None:
+    """A library that crashes while the interpreter closes takes the others with it, whatever they were doing."""
+    program = """
+        import atexit
+        if rank:
+            atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+            sys.exit(0)
+        time.sleep(60)
+    """
+    status, _, stderr = launch(program).ended()
+    assert status == 128 + signal.SIGSEGV
+    assert "(rank 1) was killed by SIGSEGV" in stderr
+
+
+def test_processes_that_wait_for_one_that_has_failed_are_ended(launch: Callable[..., Launch]) -> None:
+    """Rank 1 fails alone, and rank 0 would wait in a collective for as long as its timeout is."""
+    program = """
+        if rank:
+            print("error: out of memory", file=sys.stderr)
+            sys.exit(1)
+        time.sleep(60)
+    """
+    status, _, stderr = launch(program).ended()
+    assert status == 1
+    assert stderr == "process 2 of 2 processes (rank 1) ended first, with:\nerror: out of memory\n"
+
+
+def test_rank_0_may_finish_its_last_lines_after_another_has_ended(launch: Callable[..., Launch]) -> None:
     """A stopped run ends with 75 everywhere, and rank 0 has a summary to print."""
     program = """
         if rank == 0:
             time.sleep(0.2)
-            print("summary", flush=True)
+            print("summary")
         sys.exit(75)
     """
-    assert _ended(launch(program)) == (75, "summary\n", "")
+    assert launch(program).ended() == (75, "summary\n", "")
 
 
-def test_what_only_another_rank_knows_is_told(launch: Launch) -> None:
+def test_what_only_another_rank_knows_is_told(launch: Callable[..., Launch]) -> None:
     """Its traceback is shown, though rank 0 fails with the same status of its own."""
     program = """
         if rank:
-            raise ValueError("the cause")
-        time.sleep(0.3)
+            print("Traceback (most recent call last):\\nValueError: the cause", file=sys.stderr)
+        time.sleep(0 if rank else 0.2)
         sys.exit(1)
     """
-    status, _, stderr = _ended(launch(program))
+    status, _, stderr = launch(program).ended()
     assert status == 1
     assert "(rank 1) ended first, with:" in stderr
     assert "ValueError: the cause" in stderr
 
 
-def test_an_error_that_all_ranks_share_is_told_once(launch: Launch) -> None:
+def test_an_error_that_all_ranks_share_is_told_once(launch: Callable[..., Launch]) -> None:
     """Rank 0 says it in full; the others' copies are left out, and so is what they print otherwise."""
     program = """
         print("greeting of a library")
         print("error: refused", file=sys.stderr)
         sys.exit(69)
     """
-    assert _ended(launch(program)) == (69, "greeting of a library\n", "error: refused\n")
+    assert launch(program).ended() == (69, "greeting of a library\n", "error: refused\n")
 
 
-def test_what_rank_0_prints_can_be_captured(launch: Launch) -> None:
+def test_what_rank_0_prints_can_be_captured(launch: Callable[..., Launch]) -> None:
     """For the one JSON object."""
-    assert _ended(launch("print('{}') if rank == 0 else print('no')", 2, "capture"))[1] == "captured:{}\n"
+    assert launch("print('{}') if rank == 0 else print('no')", capture=True).ended() == (0, "captured:{}\n", "")
 
 
-def test_processes_end_when_their_launcher_is_killed(launch: Launch, tmp_path: Path) -> None:
+def test_processes_are_asked_to_save_when_their_launcher_is_killed(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
     """They ask the kernel for it; nobody is left to send them a signal."""
-    source = str(Path(__file__).parents[2])
-    program = f"""
-        sys.path[:0] = [{source!r}, *{sys.path!r}]
-        from ckptrain.cli.launch import follow_launcher
-        signal.signal(signal.SIGTERM, lambda n, f: (open(f"told{{rank}}", "w").close(), os._exit(0)))
-        follow_launcher(os.environ)
-        open(f"ready{{rank}}", "w").close()
-        time.sleep(60)
-    """
-    process = launch(program)
+    process = launch(_SAVES_WHEN_ASKED)
     _wait_for(tmp_path / "ready0", tmp_path / "ready1")
-    process.kill()
-    _wait_for(tmp_path / "told0", tmp_path / "told1")
-    _ended(process)
+    process.signal(signal.SIGKILL)
+    _wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    assert process.ended()[0] == -signal.SIGKILL
 
 
 def test_a_task_of_a_slurm_step_is_a_rank() -> None:

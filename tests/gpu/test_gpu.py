@@ -87,32 +87,28 @@ def test_transformer_engine_trains_in_bfloat16_and_agrees_with_hugging_face(conf
     assert losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
 
 
-def test_both_backends_and_the_cpu_agree_in_float32(config: Path, tmp_path: Path) -> None:
-    """Transformer Engine and the local layers on the GPU, and the local layers on the CPU, give one loss curve."""
+def test_the_gpu_and_the_cpu_agree_in_float32(config: Path, tmp_path: Path) -> None:
+    """The local layers, which auto takes for float32, give one loss curve on both."""
     curves = {}
-    for name, extra, environment in (
-        ("te", ["model.backend=transformer_engine"], {"NVIDIA_TF32_OVERRIDE": "0"}),
-        ("local", ["model.backend=local"], {"NVIDIA_TF32_OVERRIDE": "0"}),
-        ("cpu", [], {"CUDA_VISIBLE_DEVICES": ""}),
-    ):
-        run(1, "run", str(config), "--run-dir", str(tmp_path / name), "model.dtype=float32", *extra, **environment)
+    for name, environment in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"})):
+        run(1, "run", str(config), "--run-dir", str(tmp_path / name), "model.dtype=float32", **environment)
         curves[name] = losses(tmp_path / name)
-    for name in ("te", "local"):
-        assert max(abs(a - b) for a, b in zip(curves[name], curves["cpu"], strict=True)) < 2e-3
+    assert base_loaded(tmp_path / "gpu")["backend"] == "local"
+    assert max(abs(a - b) for a, b in zip(curves["gpu"], curves["cpu"], strict=True)) < 1e-3
 
 
 def test_a_killed_run_goes_on(config: Path, tmp_path: Path) -> None:
     """Kill -9 after a save; the second start resumes and its losses are those of a run that was not killed."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run(1, "run", str(config), "--run-dir", str(straight))
-    process = subprocess.Popen(command(1, "run", str(config), "--run-dir", str(killed)), start_new_session=True)
+    process = subprocess.Popen(command(1, "run", str(config), "--run-dir", str(killed)))
     deadline = time.monotonic() + 240
     while not (killed / "journal.jsonl").exists() or not journal(killed, "saved"):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(journal(killed, "plan")[0]["pid"], signal.SIGKILL)
+    assert process.wait() != 0
     run(1, "resume", str(killed))
     [receipt] = journal(killed, "receipt")
     assert receipt["optimizer_step"] == 5
@@ -121,10 +117,14 @@ def test_a_killed_run_goes_on(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path: Path) -> None:
-    """Saved with Transformer Engine in float32, resumed with the local layers on the CPU; PEFT loads the export."""
-    common = ["--run-dir", str(tmp_path), "model.dtype=float32", "optimizer.schedule=constant"]
-    run(1, "run", str(config), *common, "train.steps=5", NVIDIA_TF32_OVERRIDE="0")
-    run(1, "run", str(config), *common, CUDA_VISIBLE_DEVICES="")
+    """Saved with Transformer Engine in bfloat16, resumed with the local layers on the CPU; PEFT loads the export."""
+    common = ["--run-dir", str(tmp_path), "optimizer.schedule=constant"]
+    run(1, "run", str(config), *common, "train.steps=5")
+    run(1, "run", str(config), *common, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="8")
+    assert [entry["backend"] for entry in journal(tmp_path, "phase") if "backend" in entry] == [
+        "transformer_engine",
+        "local",
+    ]
     assert "another platform" in journal(tmp_path, "receipt")[0]["rng"]
     out = tmp_path / "peft"
     subprocess.run([sys.executable, "-m", "ckptrain.cli", "export", str(tmp_path), str(out)], check=True)

@@ -55,7 +55,7 @@ def write_llama(directory: Path, **changes: Any) -> Path:
         "rope_parameters": LLAMA3_ROPE,
         "eos_token_id": 2,
     }
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(directory)
     write_tokenizer(directory)
