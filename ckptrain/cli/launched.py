@@ -55,12 +55,25 @@ def as_rank(environment: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _others_end(directory: Path, num_processes: int) -> bool:
+    """Wait until all processes have left their status; return False where one died without, or they take too long."""
     deadline = time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:
-        if len(left_in(directory, "status")) == num_processes:
+        gone = {rank for rank, pid in left_in(directory, "pid").items() if not _is_there(pid)}
+        ended = left_in(directory, "status").keys()  # read last: a process leaves it before it goes
+        if len(ended) == num_processes:
             return True
+        if gone - ended:
+            return False
         time.sleep(_POLL_S)
     return False
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def left_in(directory: Path, kind: str) -> dict[int, int]:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Launch:
     def _go(self, command: list[str], num_processes: int, directory: Path, capture: bool) -> None:
         os.setsid()
         os.chdir(directory)
+        tempfile.tempdir = str(directory)  # a launcher that is killed leaves its directory
         for number, path in enumerate(self._printed, start=1):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
@@ -197,6 +199,23 @@ def test_a_process_killed_by_a_signal_is_told_and_takes_the_others_with_it(launc
     assert (status, stdout) == (128 + signal.SIGKILL, "")
     assert "process 2 of 2 processes (rank 1) was killed by SIGKILL" in stderr
     assert "memory" in stderr
+
+
+def test_a_process_that_fails_because_another_died_does_not_wait_for_it(launch: Callable[..., Launch]) -> None:
+    """It has heard the agent's SIGTERM as a request to save, and would be killed for being there half a minute later."""
+    program = """
+        launched._SETTLE_S = 60
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGTERM, lambda n, f: None)
+        time.sleep(1)
+        sys.exit(1)
+    """
+    started = time.monotonic()
+    status, _, stderr = launch(program).ended()
+    assert time.monotonic() - started < 15
+    assert status == 128 + signal.SIGKILL
+    assert "(rank 1) was killed by SIGKILL" in stderr
 
 
 def test_a_process_that_dies_after_its_end_is_not_taken_for_a_success(launch: Callable[..., Launch]) -> None:
