@@ -26,7 +26,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 
 
 def default_run_dir(source: Source) -> Path:
-    """Return the run directory that a configuration file gets when none is named: runs/NAME below the working directory.
+    """Return the run directory of a configuration file where none is named: runs/NAME below the working directory.
 
     Raises:
         ValueError: the configuration is not a file, so a run directory must be named.

@@ -163,7 +163,7 @@ def _with_slip(message: str, draw: random.Random) -> str:
 
 def make_conversations() -> list[dict[str, list[dict[str, str]]]]:
     """Draw as many conversations as both files need, no two with the same message."""
-    draw = random.Random(SEED)  # noqa: S311
+    draw = random.Random(SEED)
     by_message: dict[str, dict[str, list[dict[str, str]]]] = {}
     while len(by_message) < NUM_TRAIN + NUM_VALIDATION:
         conversation = make_conversation(draw)

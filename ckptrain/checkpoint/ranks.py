@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckptrain.errors import CkptrainError
-
-T = TypeVar("T")
 
 
 def rank() -> int:
@@ -28,7 +26,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def broadcast_from_rank0(value: T) -> T:
+def broadcast_from_rank0[T](value: T) -> T:
     """Give every rank what rank 0 has; what the others pass is ignored."""
     if world_size() == 1:
         return value
@@ -38,7 +36,7 @@ def broadcast_from_rank0(value: T) -> T:
     return agreed
 
 
-def gather_to_all(value: T) -> list[T]:
+def gather_to_all[T](value: T) -> list[T]:
     """Give every rank the values of all, in the order of ranks."""
     if world_size() == 1:
         return [value]
@@ -47,7 +45,7 @@ def gather_to_all(value: T) -> list[T]:
     return values
 
 
-def on_rank0(decide: Callable[[], T]) -> T:
+def on_rank0[T](decide: Callable[[], T]) -> T:
     """Run something on rank 0 and give every rank its result, or its error.
 
     Raises:
@@ -63,14 +61,14 @@ def on_rank0(decide: Callable[[], T]) -> T:
             outcome = (None, error)
         except Exception as error:  # told to all ranks first, then raised on all
             outcome = (None, CkptrainError(f"{type(error).__name__}: {error}"))
-    result, error = broadcast_from_rank0(outcome)
-    if error is not None:
-        raise error
+    result, failed = broadcast_from_rank0(outcome)
+    if failed is not None:
+        raise failed
     agreed: T = result
     return agreed
 
 
-def together(act: Callable[[], T]) -> T:
+def together[T](act: Callable[[], T]) -> T:
     """Run something on every rank; where it fails on any, raise that error on all.
 
     Raises:

@@ -1,7 +1,8 @@
 """Tensors in and out of a checkpoint, each process its own pieces, through torch.distributed.checkpoint (DCP).
 
-A state is a flat mapping from global names to tensors: plain ones, or `ShardedState` for the parts of a larger one. Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are
-pickles, so there are none; its `.metadata` is a pickle, so it is read by an unpickler that knows DCP's types alone.
+A state is a flat mapping from global names to tensors: plain ones, or `ShardedState` for the parts of a larger one.
+Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are pickles, so there
+are none; its `.metadata` is a pickle, so it is read by an unpickler that knows DCP's types alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
@@ -80,9 +81,9 @@ class ShardedState(Tensor):
     shards: tuple[Shard, ...]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], shards: Sequence[Shard]) -> ShardedState:
+    def __new__(cls: type[Self], shape: tuple[int, ...], shards: Sequence[Shard]) -> Self:
         """Wrap shards of a tensor of this shape."""
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=shards[0].data.dtype)
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=shards[0].data.dtype)
         wrapper.shards = tuple(shards)
         return wrapper
 
@@ -135,7 +136,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(directory)
         self._directory = directory
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return read_metadata(self._directory)
 
 
@@ -159,9 +160,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointDamaged(f"{path} cannot be read", [f"{type(error).__name__}: {error}"]) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointDamaged(f"{path} cannot be read", [f"it holds a {type(metadata).__name__}, not DCP's Metadata"])
-    foreign = [
-        name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
-    ]
+    foreign = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
     if foreign:
         raise CheckpointDamaged(
             f"{directory} is not a checkpoint of ckptrain",

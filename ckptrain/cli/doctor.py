@@ -67,7 +67,7 @@ def _check(name: str, look: Callable[[], str], *, required: bool = True) -> _Che
     """Try something; whatever it raises is what there is to report."""
     try:
         return _Check(name=name, works=True, detail=look(), required=required)
-    except Exception as error:  # noqa: BLE001  a broken installation raises anything, and this command is there to say what
+    except Exception as error:
         first = str(error).strip().split("\n")[0]
         return _Check(name=name, works=False, detail=f"{type(error).__name__}: {first}", required=required)
 
@@ -100,7 +100,7 @@ def _megatron() -> str:
 
     where = enter_platform()
     enter_megatron()
-    backend, why = choose_backend("auto", where)
+    backend, why = choose_backend("auto", where, "bfloat16")
     return f"runs on {where.device}, with {backend} layers ({why})"
 
 

@@ -155,7 +155,7 @@ def answer_or_failure(ask: Callable[[], Any]) -> Answer | Failure:
     """Run a command to its end, whatever that is."""
     try:
         found = ask()
-    except Exception as error:  # noqa: BLE001  the last place where anything is caught: it becomes words and a status
+    except Exception as error:
         return failure_of(error)
     # Click returns a status of its own where it answered by itself, as for --help.
     return found if isinstance(found, Answer) else Answer(report={}, exit_status=int(found or 0))

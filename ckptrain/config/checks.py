@@ -62,8 +62,9 @@ def _lora(config: RunConfig) -> Iterator[Contradiction]:
     if lora.lora_dtype is not None and lora.lora_dtype != config.model.dtype:
         yield _contradiction(
             "lora.lora_dtype, model.dtype",
-            f"lora.lora_dtype={lora.lora_dtype} differs from model.dtype={config.model.dtype}: Megatron's parallel adapters"
-            " have the model's type (float32 masters are kept by the optimizer in either case); set lora.lora_dtype=null",
+            f"lora.lora_dtype={lora.lora_dtype} differs from model.dtype={config.model.dtype}: Megatron's parallel"
+            " adapters have the model's type (the optimizer keeps float32 masters in either case); set"
+            " lora.lora_dtype=null",
         )
     for key, names in (("lora.target_modules", lora.target_modules), ("lora.exclude_modules", lora.exclude_modules)):
         for name in names:
@@ -103,8 +104,8 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
     if parallel.context > 1:
         yield _contradiction(
             "parallel.context",
-            f"parallel.context={parallel.context}: packed sequences are not yet cut over context parallel processes; set"
-            " parallel.context=1 and use parallel.tensor with parallel.sequence for long rows",
+            f"parallel.context={parallel.context}: packed sequences are not yet cut over context parallel processes;"
+            " set parallel.context=1 and use parallel.tensor with parallel.sequence for long rows",
         )
 
 

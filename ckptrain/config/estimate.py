@@ -124,7 +124,7 @@ def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layou
 
     Whole on each process (or split by t under sequence parallelism): the inputs of both norms and of both
     column-parallel layers, 4 x hidden. Split by t: q, k, v and the attention's output; gate, up, silu(gate) and their
-    product, 4 x MLP width (each token visits `experts_per_token` experts). Neither backend's attention keeps its scores.
+    product, 4 x MLP width (each token visits `experts_per_token` experts). Attention keeps no scores on either backend.
     """
     whole = 4 * shape.hidden_size
     attention = shape.qkv_size + shape.num_heads * shape.head_dim

@@ -86,7 +86,9 @@ class ParallelConfig:
     pipeline: int = option("Pipeline stages; must divide the layers.", default=1, at_least=1)
     context: int = option("Context parallel size (needs Transformer Engine).", default=1, at_least=1)
     expert: int = option("Expert parallel size (mixture-of-experts models).", default=1, at_least=1)
-    sequence: bool = option("Sequence parallelism: shard the activations between tensor parallel regions.", default=False)
+    sequence: bool = option(
+        "Sequence parallelism: shard the activations between tensor parallel regions.", default=False
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -96,8 +98,8 @@ class DataConfig:
     train: str = option("JSONL file of training samples; relative to the config file.")
     validation: str | None = option("JSONL file of validation samples; null trains without.", default=None)
     format: Literal["auto", "messages", "prompt_completion"] = option(
-        "messages: {messages: [{role, content}, ...]}; prompt_completion: {prompt, completion}; auto decides by the keys"
-        " of the first row.",
+        "messages: {messages: [{role, content}, ...]}; prompt_completion: {prompt, completion}; auto decides by the"
+        " keys of the first row.",
         default="auto",
     )
     sequence_length: int = option("Tokens in one row of a batch.", default=1024, at_least=8)
@@ -110,7 +112,7 @@ class DataConfig:
         default="assistant",
     )
     on_too_long: Literal["refuse", "drop", "truncate"] = option(
-        "A sample longer than sequence_length: an error that names it, left out (counted), or cut at the end (counted).",
+        "A sample longer than sequence_length: an error that names it, left out (and counted), or cut at its end.",
         default="refuse",
     )
 
@@ -160,7 +162,8 @@ class CheckpointConfig:
     keep_best: int = option("Best checkpoints by `metric` to keep as well.", default=0, at_least=0)
     metric: Literal["val_loss"] = option("What keep_best goes by; lower is better.", default="val_loss")
     asynchronous: bool = option(
-        "Go on training while a checkpoint is written: the step pays for the copy to host memory only.", default=True
+        "Allow training to go on while a checkpoint is written. This version saves synchronously whatever it says.",
+        default=True,
     )
     on_damaged: Literal["fallback", "refuse"] = option(
         "A damaged checkpoint at a start: move it to quarantine/ and use the one before, or stop.", default="fallback"
@@ -172,7 +175,9 @@ class RestoreConfig:
     """What a resume takes from the checkpoint besides the adapter; leaving something out is journaled and shown."""
 
     optimizer: bool = option("Moments and masters of the optimizer; false starts them anew.", default=True)
-    rng: bool = option("States of the random number generators; false seeds them from (seed, step, rank).", default=True)
+    rng: bool = option(
+        "States of the random number generators; false seeds them from (seed, step, rank).", default=True
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -184,7 +189,7 @@ class LogConfig:
     wandb: dict[str, Any] | None = option("Arguments of wandb.init (extra `wandb`).", default=None)
     mlflow: dict[str, Any] | None = option("{tracking_uri, experiment, run_name} (extra `mlflow`).", default=None)
     sample_tokens: int = option(
-        "Answer the first validation sample before and after training, greedily, with up to so many tokens; 0 does not.",
+        "Answer the first validation sample before and after training, greedily, in up to so many tokens; 0 does not.",
         default=0,
         at_least=0,
     )

@@ -27,6 +27,7 @@ _MAX_DEPTH = 32
 
 ALL_LINEAR = "all-linear"
 
+
 class BadValueError(Exception):
     """A value that its key does not take; the text follows the key's name and a colon."""
 

@@ -35,6 +35,10 @@ class BaseParity:
     max_logit: float | None = None
 
 
+def _within(difference: float) -> str:
+    return f"within {difference:.2g}" if difference else "exactly"
+
+
 def probe_batch(vocab_size: int, num_tokens: int = _PROBE_TOKENS) -> MicroBatch:
     """Return one sequence of pseudo-random token ids below `vocab_size`, the same on every machine."""
     generator = torch.Generator().manual_seed(20_261_130)
@@ -91,7 +95,7 @@ def check_base(
     if verify == "auto" and shape.num_parameters > AUTO_PARAMETERS:
         return BaseParity(
             checked=False,
-            reason=f"not checked: the base has {shape.num_parameters / 1e9:.1f} billion parameters and model.verify=auto"
+            reason=f"not checked: the base has {shape.num_parameters / 1e9:.1f} billion parameters, model.verify=auto"
             f" compares up to {AUTO_PARAMETERS / 1e9:.1f}; model.verify=always does it on rank 0",
         )
     batch = probe_batch(shape.vocab_size)
@@ -110,7 +114,7 @@ def check_base(
             )
         return BaseParity(
             checked=True,
-            reason=f"logits agree with Hugging Face within {difference:.2g} (largest logit {largest:.3g}, {name})",
+            reason=f"logits agree with Hugging Face {_within(difference)} (largest logit {largest:.3g}, {name})",
             max_difference=difference,
             max_logit=largest,
         )

@@ -208,7 +208,7 @@ def _assistant_turns(record: Conversation) -> list[int]:
 
 def _template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     try:
-        return tokenizer.get_chat_template()
+        return str(tokenizer.get_chat_template())
     except ValueError as error:
         raise DataError(
             f"{where} is a conversation, which this tokenizer cannot render",

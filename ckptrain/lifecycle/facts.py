@@ -74,7 +74,7 @@ class DamageFacts:
 
 @attrs.frozen(kw_only=True)
 class RunFacts:
-    """This run as it is asked to be now, and what its directory holds."""
+    """The run as it is asked to be now, and what its directory holds."""
 
     run_dir: Path
     base: BaseIdentity

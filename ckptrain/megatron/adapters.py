@@ -7,8 +7,6 @@ global name and the seed alone, so every layout starts from the same bits.
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 import hashlib
 import math
 import re
@@ -27,7 +25,6 @@ from ckptrain.config.schema import LoraConfig
 from ckptrain.config.targets import Targets
 from ckptrain.errors import ConfigError
 
-
 # Every expert of a layer has an adapter of its own; a configuration selects them together.
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 
@@ -36,10 +33,10 @@ _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 class SelectedLoRA(LoRA):
     """Megatron-Bridge's LoRA on exactly the modules that the configuration resolved to, by global name."""
 
-    selects: Callable[[str], bool] = lambda name: False
+    selects: Callable[[str], bool] = lambda _: False
     first_layer: int = 0
 
-    def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
+    def match(self, _: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         """Return (pattern, full name) for a selected module, as the base class does; None leaves it alone."""
         local_name = f"{prefix}.{name}" if prefix else str(name)
         if self.selects(_LOCAL_EXPERT.sub(".experts.", _with_global_layer(local_name, self.first_layer))):

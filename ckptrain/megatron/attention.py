@@ -8,8 +8,6 @@ itself only, through torch's fused kernel, which keeps no scores. No mask is bui
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 from typing import Any
 
 import torch

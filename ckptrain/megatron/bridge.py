@@ -59,12 +59,14 @@ def _stand_in_transformer_engine() -> Iterator[None]:
     package: Any = types.ModuleType("transformer_engine")
     package.pytorch = pytorch
     names = {"transformer_engine": package, "transformer_engine.pytorch": pytorch}
+    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.modules.update(names)
     try:
         yield
     finally:
         for name in names:
             del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 @functools.cache
@@ -75,6 +77,9 @@ def enter_megatron() -> None:
         # Megatron warns of every optional package that it does without, and lists its buffers and settings.
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.ERROR)
+        if not has_transformer_engine():
+            # Where it is installed and there is no GPU, megatron-core would build layers of it that cannot compute.
+            sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # makes an import fail
         importlib.import_module("megatron.core")
         _enter_bare_package("megatron.bridge")
         # This module sets its own level and handler; what it would tell is that Transformer Engine is absent.
@@ -85,8 +90,8 @@ def enter_megatron() -> None:
             with _stand_in_transformer_engine():
                 importlib.import_module("megatron.bridge.peft.lora_layers")
             # It finds Transformer Engine's class names, bound to None, and would pass them to isinstance.
-            importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
-            importlib.import_module("megatron.bridge.peft.module_matcher").HAVE_TE_COL_LINEAR = False
+            for name, flag in (("utils", "HAVE_TE"), ("module_matcher", "HAVE_TE_COL_LINEAR")):
+                setattr(importlib.import_module(f"megatron.bridge.peft.{name}"), flag, False)
         importlib.import_module("megatron.bridge.peft.lora")
         _enter_bare_package("megatron.bridge.models")
         importlib.import_module("megatron.bridge.models.conversion.auto_bridge")

@@ -81,9 +81,7 @@ def _set_megatron_rng_state(new_state: torch.Tensor, device: int = -1, graph_saf
     torch.set_rng_state(new_state)
 
 
-def _get_megatron_rng_state(
-    device: str = "cuda", clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
+def _get_megatron_rng_state(device: str = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
     return torch.get_rng_state()
 
 

@@ -1,4 +1,4 @@
-"""Importing this enters Megatron; the modules that import `megatron.*` import it first, so that none can be too early."""
+"""Importing this enters Megatron; modules that import `megatron.*` import it first, so that none is too early."""
 
 from ckptrain.megatron.bridge import enter_megatron
 

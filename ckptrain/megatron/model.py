@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 import contextlib
 import io
 import warnings
@@ -64,6 +62,7 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
         model = provider.provide(
             pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
         )
+    model.to(enter_platform().device)  # the local norms are made on the CPU
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     frequencies = _rope_frequencies(bridge.hf_pretrained.config).to(enter_platform().device)
@@ -118,7 +117,7 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
         settings |= {name: False for name in _LOCAL_BACKEND_OFF if hasattr(provider, name)}
         settings["transformer_layer_spec"] = _packed_local_spec
         if getattr(provider, "num_moe_experts", None):
-            settings["moe_token_dispatcher_type"] = "allgather"
+            settings["moe_token_dispatcher_type"] = "allgather"  # noqa: S105  # a token of text
     for name, value in settings.items():
         if not hasattr(provider, name):
             raise AttributeError(f"megatron-bridge's provider has no setting {name}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -108,7 +106,7 @@ def optimizer_tensors(optimizer: Any, adapter: AdapterParameter) -> dict[str, Te
 
 
 def _counts_by_group(torch_optimizer: Any) -> bool:
-    """Tell whether Adam counts its steps once for a parameter group (Transformer Engine) or for each parameter (torch)."""
+    """Tell whether Adam counts steps once for a parameter group (Transformer Engine) or for each parameter (torch)."""
     return type(torch_optimizer).__module__.startswith("transformer_engine")
 
 

@@ -46,9 +46,10 @@ def enter_platform() -> Platform:
     return Platform(name="cpu", device=torch.device("cpu"), process_group_backend="gloo")
 
 
+@functools.cache
 def has_transformer_engine() -> bool:
-    """Tell whether Transformer Engine for torch is installed (without importing it)."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Tell whether Transformer Engine is installed and has a GPU to run on (without importing it)."""
+    return enter_platform().is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
 def choose_backend(asked: str, platform: Platform, dtype: str) -> tuple[Backend, str]:
@@ -61,8 +62,8 @@ def choose_backend(asked: str, platform: Platform, dtype: str) -> tuple[Backend,
     if asked == "local":
         return "local", "model.backend is local"
     if asked == "transformer_engine":
-        missing = [] if installed else ["Transformer Engine is not installed (extra `te`)"]
-        missing += [] if platform.is_cuda else ["there is no GPU"]
+        missing = [] if platform.is_cuda else ["there is no GPU"]
+        missing += [] if installed or missing else ["Transformer Engine is not installed (extra `te`)"]
         missing += [_SIXTEEN_BITS] if dtype == "float32" else []
         if missing:
             raise ConfigError(

@@ -8,8 +8,6 @@ where the layout is the same.
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 import math
 import re
 from collections import Counter, defaultdict
@@ -91,14 +89,12 @@ class AdapterStore:
         shapes: dict[str, tuple[int, ...]] = {}
         for (name, offset), by_layer in places.items():
             layers = sorted(by_layer)
-            pieces = tuple(by_layer[layer] for layer in layers)
+            parts = tuple(by_layer[layer] for layer in layers)
             stacked = _LAYER.search(name) is None
             stacks[name].append(
-                _Stack(
-                    offset=(layers[0], *offset) if stacked else offset, pieces=pieces, has_layer_axis=stacked
-                )
+                _Stack(offset=(layers[0], *offset) if stacked else offset, pieces=parts, has_layer_axis=stacked)
             )
-            shapes[name] = (self._num_layers, *pieces[0].shape) if stacked else pieces[0].shape
+            shapes[name] = (self._num_layers, *parts[0].shape) if stacked else parts[0].shape
         return StateView(stacks=stacks, shapes=shapes)
 
 

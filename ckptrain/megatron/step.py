@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ckptrain.megatron.entered  # isort: split
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

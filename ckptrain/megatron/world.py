@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import os
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from ckptrain.config.layout import Layout
 from ckptrain.megatron.bridge import enter_megatron
 from ckptrain.megatron.platform import enter_platform
 
-_TIMEOUT = datetime.timedelta(minutes=30)
+_TIMEOUT = dt.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def open_model_parallel(layout: Layout, seed: int) -> None:
     megatron-core's tracker; pipeline stages and data parallel ranks differ in both.
     """
     enter_megatron()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()

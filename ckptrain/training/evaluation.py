@@ -19,6 +19,7 @@ def validation_loss(setup: ModelSetup, data: DataSetup) -> float | None:
     """Return the mean loss over the learnt tokens of the validation set, in nats; None without one; collective."""
     if not data.validation_batches:
         return None
+    loss: float
     loss, _ = evaluate(setup.model, data.validation_batches)
     return loss
 

@@ -6,6 +6,7 @@ with what is in memory afterwards; a difference stops the run before it has made
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,8 @@ import attrs
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.ranks import gather_to_all, rank
 from ckptrain.checkpoint.sharded import load_tensors
-from ckptrain.config.schema import RunConfig
 from ckptrain.config.schedule import learning_rate
+from ckptrain.config.schema import RunConfig
 from ckptrain.errors import RestoreMismatch
 from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron.optimizer import set_step_count, step_count
@@ -129,7 +130,9 @@ def _check_shapes(wanted: Mapping[str, tuple[int, ...]], checkpoint: CommittedCh
     for shapes in gather_to_all(dict(wanted)):
         everywhere |= shapes
     problems = [f"{name} is not in it" for name in sorted(everywhere.keys() - held.keys())]
-    problems += [f"{name} is in it, and this model has no such tensor" for name in sorted(held.keys() - everywhere.keys())]
+    problems += [
+        f"{name} is in it, and this model has no such tensor" for name in sorted(held.keys() - everywhere.keys())
+    ]
     problems += [
         f"{name} has shape {list(held[name])} there and {list(shape)} here"
         for name, shape in sorted(everywhere.items())
@@ -143,7 +146,8 @@ def _check_shapes(wanted: Mapping[str, tuple[int, ...]], checkpoint: CommittedCh
 
 
 def _norm(setup: ModelSetup) -> float:
-    return sum(float(adapter.parameter.detach().double().pow(2).sum()) for adapter in setup.adapters) ** 0.5
+    squares = [float(adapter.parameter.detach().double().pow(2).sum()) for adapter in setup.adapters]
+    return math.sqrt(sum(squares))
 
 
 def _check_receipt(receipt: Receipt, plan: Resume) -> None:

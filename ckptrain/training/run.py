@@ -16,10 +16,8 @@ import attrs
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, world_size
-from ckptrain.checkpoint.store import CheckpointStore
-from ckptrain.config.load import dump_config
-from ckptrain.config.schema import RunConfig
 from ckptrain.config.schedule import learning_rate
+from ckptrain.config.schema import RunConfig
 from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
@@ -27,6 +25,7 @@ from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, Start
 from ckptrain.megatron.optimizer import set_learning_rate
 from ckptrain.megatron.step import StepResult, train_step
 from ckptrain.megatron.world import open_process_group
+from ckptrain.training.directory import JOURNAL, claimed, prepare
 from ckptrain.training.evaluation import answer_sample, validation_loss
 from ckptrain.training.observers import Observer, Observers, SampleAnswer, StepRecord, recorders
 from ckptrain.training.restore import restore_run, warm_start
@@ -34,9 +33,6 @@ from ckptrain.training.saving import Position, Saved, Saver
 from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import Start, Survey, decide_start, survey_run
 from ckptrain.training.stopping import StopRequests
-
-JOURNAL = "journal.jsonl"
-RUN_CONFIG = "run.yaml"
 
 
 @attrs.frozen(kw_only=True)
@@ -70,10 +66,11 @@ def run_training(config: RunConfig, run_dir: Path, observers: Iterable[Observer]
         CkptrainError: one of its kinds for whatever is refused or fails; what was committed before is untouched.
     """
     survey = survey_run(config, world_size())
-    with open_process_group():
+    with open_process_group(), contextlib.ExitStack() as stack:
+        on_rank0(lambda: stack.enter_context(claimed(run_dir)))
         start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
         told = Observers(observers if rank() == 0 else ())
-        on_rank0(lambda: prepare_directory(survey, start, run_dir))
+        on_rank0(lambda: prepare(survey, start, run_dir))
         journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
         lifecycle = Lifecycle(journal.record)
         try:
@@ -83,30 +80,6 @@ def run_training(config: RunConfig, run_dir: Path, observers: Iterable[Observer]
             raise
         finally:
             told.on_end()
-
-
-def prepare_directory(survey: Survey, start: Start, run_dir: Path) -> None:
-    """Make a run directory ready for a start: damage to quarantine, leftovers removed, run.yaml as it is asked now."""
-    store = CheckpointStore(run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        journal = Journal(run_dir / JOURNAL)
-        for damage in start.damaged:
-            moved = store.quarantine(damage.path, damage.problems)
-            journal.record("quarantined", checkpoint=damage.path.name, moved_to=str(moved), problems=damage.problems)
-        if left := store.clean_staging():
-            journal.record("cleaned", removed=[path.name for path in left])
-        text = dump_config(survey.config)
-        target = run_dir / RUN_CONFIG
-        if not isinstance(start.plan, AlreadyDone) and (not target.exists() or target.read_text() != text):
-            replacement = run_dir / f".{RUN_CONFIG}.new"
-            replacement.write_text(text)
-            os.replace(replacement, target)
-    except OSError as error:
-        raise CkptrainError(
-            f"cannot use the run directory {run_dir}: {error.strerror} ({error.filename}); make it writable or choose"
-            " another --run-dir"
-        ) from error
 
 
 def _record_failure(journal: Journal, lifecycle: Lifecycle, error: BaseException) -> None:
@@ -198,7 +171,7 @@ class _Run:
         loss = val_loss = None
         while position.step < train.steps:
             if (reason := stop.reason()) is not None:
-                return self._drain(position, saver, reason, loss, before)
+                return self._drain(position, saver, stop, reason, loss, before)
             step = position.step + 1
             record = self._step(step, data, setup)
             loss = record.loss
@@ -284,7 +257,13 @@ class _Run:
         return saved
 
     def _drain(
-        self, position: Position, saver: Saver, reason: str, loss: float | None, before: float | None
+        self,
+        position: Position,
+        saver: Saver,
+        stop: StopRequests,
+        reason: str,
+        loss: float | None,
+        before: float | None,
     ) -> RunResult:
         """Save what has been done since the last checkpoint, and stop."""
         self.journal.record("stop_requested", reason=reason, step=position.step)
@@ -293,6 +272,7 @@ class _Run:
         already = self.last_saved is not None and self.last_saved.step == position.step
         if position.step > 0 and not already:
             self._write(position, saver, loss, None)
+        on_rank0(stop.forget)
         self.lifecycle.advance(Phase.STOPPED, step=position.step)
         return self._result("stopped", position.step, loss=loss, before=before, stop_reason=reason)
 

@@ -55,9 +55,7 @@ class Saver:
         self._setup = setup
         self._store = CheckpointStore(run_dir)
         self._run_id = run_id
-        self._data = attrs.evolve(
-            survey.data, num_samples=len(data.train.samples), num_rows=len(data.train.rows)
-        )
+        self._data = attrs.evolve(survey.data, num_samples=len(data.train.samples), num_rows=len(data.train.rows))
 
     def save(self, position: Position, metrics: Mapping[str, float]) -> Saved:
         """Write, commit, and prune; collective.
@@ -95,7 +93,9 @@ class Saver:
         rest = save_tensors({**moments, **rng_state()}, staging / OPTIMIZER_DIRECTORY)
         return {
             **{name: _entry(tensor, "adapter") for name, tensor in adapter.items()},
-            **{name: _entry(tensor, "rng" if name.startswith("rng.") else "optimizer") for name, tensor in rest.items()},
+            **{
+                name: _entry(tensor, "rng" if name.startswith("rng.") else "optimizer") for name, tensor in rest.items()
+            },
         }
 
     def _manifest(

@@ -13,6 +13,7 @@ import torch
 
 from ckptrain.checkpoint.ranks import together
 from ckptrain.convert.parity import BaseParity, check_base
+from ckptrain.convert.pretrained import load_tokenizer, local_directory
 from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, validation_batches
 from ckptrain.data.chat import Prompt, prompt_of
 from ckptrain.data.dataset import Dataset, build_dataset
@@ -21,9 +22,8 @@ from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
 from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
 from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
-from ckptrain.megatron.state import AdapterStore
 from ckptrain.megatron.platform import choose_backend, enter_platform
-from ckptrain.convert.pretrained import load_tokenizer, local_directory
+from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.observers import Observer
 from ckptrain.training.start import Survey
 
@@ -113,9 +113,7 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
     model = build_model(bridge, config, survey.layout, backend)
     observer.on_progress(f"loading {survey.base.name} ({backend} layers: {why})")
     load_base_weights(bridge, model)
-    parity = check_base(
-        model, directory, survey.shape, verify=config.model.verify, dtype=dtype, device=platform.device
-    )
+    parity = check_base(model, directory, survey.shape, verify=config.model.verify, dtype=dtype, device=platform.device)
     observer.on_progress(f"base: {parity.reason}")
     lifecycle.advance(
         Phase.BASE_LOADED,

@@ -21,10 +21,10 @@ from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, la
 from ckptrain.config.schema import RunConfig
 from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
+from ckptrain.convert.pretrained import fetch
 from ckptrain.data.records import data_fingerprint
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import StartPlan, plan_start
-from ckptrain.convert.pretrained import fetch
 
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 

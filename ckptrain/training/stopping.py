@@ -43,7 +43,7 @@ class StopRequests:
     ) -> None:
         self._restore_handlers()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled_at = signal.Signals(number).name, now
@@ -59,6 +59,10 @@ class StopRequests:
     def reason(self) -> str | None:
         """Return why to stop now, or None; collective: the first rank that has a reason decides for all."""
         return next((reason for reason in gather_to_all(self._own_reason()) if reason is not None), None)
+
+    def forget(self) -> None:
+        """Take the stop file away, so that the next start does not stop at once; for rank 0."""
+        self._stop_file.unlink(missing_ok=True)
 
     def _own_reason(self) -> str | None:
         if self._signal is not None:

@@ -128,7 +128,7 @@ def trimming() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
     backend.train_from_iterator(["question answer\n\n"], trainer)
     backend.post_processor = processors.RobertaProcessing(sep=("</s>", 1), cls=("<s>", 0), trim_offsets=True)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
 def test_a_tokenizer_that_adds_its_own_ends_gets_no_second_one(

@@ -55,7 +55,12 @@ def command(ranks: int, *arguments: str) -> list[str]:
 def run(ranks: int, *arguments: str, **environment: str) -> str:
     """Run to the end and return what was printed."""
     done = subprocess.run(
-        command(ranks, *arguments), capture_output=True, text=True, env={**os.environ, **environment}, timeout=280
+        command(ranks, *arguments),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr

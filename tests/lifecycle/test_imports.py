@@ -13,5 +13,5 @@ def test_planning_and_reading_manifests_import_nothing_heavy() -> None:
         " ckptrain.checkpoint.resolve;"
         f" print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -423,7 +423,7 @@ def test_every_plan_survives_json_and_pickle(config: RunConfig, run: RunFacts, s
         values = json.loads(json.dumps(plan.to_dict()))
         assert plan_from_dict(values) == plan
         assert (values["plan"], values["finetune"], values["first_step"]) == (plan.kind, plan.finetune, plan.first_step)
-        assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301
+        assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_a_plan_cannot_be_changed(config: RunConfig, empty_run: RunFacts) -> None:

@@ -102,9 +102,7 @@ def test_packed_logits_are_those_of_each_sequence_alone_in_hugging_face(
     directory = write_model(tmp_path / "model", family, **changes)
     batch = packed(LENGTHS)
     config = tiny_config(pretrained=str(directory), verify="always")
-    found = with_model(
-        config, lambda setup: logits_at(setup.model, batch, torch.arange(sum(LENGTHS))).numpy()
-    )
+    found = with_model(config, lambda setup: logits_at(setup.model, batch, torch.arange(sum(LENGTHS))).numpy())
     reference = load_huggingface(directory, torch.float32, torch.device("cpu")).eval()
     with torch.no_grad():
         expected = torch.cat([reference(input_ids=part).logits[0] for part in batch.tokens.split(LENGTHS, dim=1)])
@@ -137,9 +135,7 @@ def test_a_model_that_is_not_checked_is_said_to_be_unchecked(tiny_config: Callab
     assert "not checked" in parity.reason
 
 
-def test_a_kind_of_rope_that_is_not_known_is_refused(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_a_kind_of_rope_that_is_not_known_is_refused(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     """Dynamic scaling depends on the length of the text, which no table of frequencies can hold."""
     directory = write_llama(tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())

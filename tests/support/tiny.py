@@ -29,7 +29,9 @@ def write_tokenizer(directory: Path) -> None:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(specials + alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(specials + alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
@@ -65,7 +67,7 @@ def write_llama(directory: Path, **changes: Any) -> Path:
 def write_chats(path: Path, count: int, seed: int = 0) -> Path:
     """Write short question-and-answer chats of different lengths."""
     draw = random.Random(seed)
-    words = "red blue green one two three four left right up down yes no maybe".split()
+    words = ["red", "blue", "green", "one", "two", "three", "four", "left", "right", "up", "down", "yes", "no", "maybe"]
     with path.open("w") as file:
         for _ in range(count):
             question = " ".join(draw.choices(words, k=draw.randint(1, 6)))

@@ -152,7 +152,11 @@ def test_a_subset_of_layers_is_counted_from_the_start_of_the_model_in_every_stag
     )
     launch(2, lambda: run_training(config, tmp_path))
     checkpoint = open_checkpoint(tmp_path / "checkpoints/step-00000001")
-    modules = {name.partition(".adapter.")[0] for name, entry in checkpoint.manifest.tensors.items() if entry.group == "adapter"}
+    modules = {
+        name.partition(".adapter.")[0]
+        for name, entry in checkpoint.manifest.tensors.items()
+        if entry.group == "adapter"
+    }
     assert modules == {
         "decoder.layers.0.mlp.linear_fc1",
         "decoder.layers.0.mlp.linear_fc2",
