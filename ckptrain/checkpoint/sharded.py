@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ckptrain.checkpoint.ranks import rank, world_size
+from ckptrain.checkpoint.store import save_failures
 from ckptrain.errors import CheckpointDamaged, SaveFailed
 
 _METADATA_FILE = ".metadata"
@@ -128,6 +129,16 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
         return None
 
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # torch reports a full disk as "unexpected pos"; what the system said is what explains it.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
 
 class _Reader(dcp.FileSystemReader):
     """DCP's reader, with a `.metadata` that cannot run code."""
@@ -184,8 +195,9 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, Stor
     Raises:
         SaveFailed: any process could not write; on every rank.
     """
-    try:
+    with save_failures(directory):
         directory.mkdir(parents=True, exist_ok=True)
+    try:
         with _without_warning():
             metadata = dcp.save(
                 dict(state),
@@ -194,10 +206,13 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, Stor
                 no_dist=world_size() == 1,
             )
     except CheckpointException as error:
-        reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
+        failures = {where: failure[0] for where, failure in error.failures.items()}
+        with save_failures(directory):
+            for failure in failures.values():
+                if isinstance(failure, OSError):
+                    raise failure from None
+        reasons = [f"rank {where}: {_reason(failure)}" for where, failure in failures.items()]
         raise SaveFailed(f"could not write {directory}: {'; '.join(reasons)}") from error
-    except OSError as error:
-        raise SaveFailed(f"could not write {directory}: {_reason(error)}") from error
     assert isinstance(metadata, Metadata)
     return stored_tensors(metadata)
 

@@ -7,6 +7,9 @@ global name and the seed alone, so every layout starts from the same bits.
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
+
+# isort: split
 import hashlib
 import math
 import re

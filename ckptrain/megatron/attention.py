@@ -8,6 +8,9 @@ itself only, through torch's fused kernel, which keeps no scores. No mask is bui
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
+
+# isort: split
 from typing import Any
 
 import torch

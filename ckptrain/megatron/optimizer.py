@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
+
+# isort: split
 import warnings
 from collections.abc import Iterator
 from typing import Any

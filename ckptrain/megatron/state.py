@@ -8,6 +8,9 @@ where the layout is the same.
 
 from __future__ import annotations
 
+import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
+
+# isort: split
 import math
 import re
 from collections import Counter, defaultdict

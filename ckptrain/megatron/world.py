@@ -71,6 +71,14 @@ def seed_generators(seed: int, step: int = 0) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(process_seed, force_reset_rng=True)
 
 
+def data_parallel_rank() -> int:
+    """Return which of the data parallel replicas this process belongs to."""
+    from megatron.core import parallel_state
+
+    number: int = parallel_state.get_data_parallel_rank()
+    return number
+
+
 def close_model_parallel() -> None:
     """Forget megatron-core's groups, so that another run can open its own in this process."""
     from megatron.core import parallel_state

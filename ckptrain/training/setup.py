@@ -69,8 +69,6 @@ def set_up_data(survey: Survey) -> DataSetup:
     Raises:
         DataError: a file is malformed, or a sample does not fit.
     """
-    from megatron.core import parallel_state
-
     config, layout = survey.config, survey.layout
     tokenizer = together(lambda: load_tokenizer(local_directory(survey.base)))
     train = together(lambda: build_dataset(Path(config.data.train), config.data, tokenizer, config.train.seed))
@@ -79,7 +77,7 @@ def set_up_data(survey: Survey) -> DataSetup:
         validation = together(lambda: build_dataset(Path(path), config.data, tokenizer, config.train.seed))
     deal = BatchLayout(
         micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_rank=world.data_parallel_rank(),
         data_parallel_size=layout.data,
         pad_to_multiple=layout.tensor if config.parallel.sequence else 1,
         fixed_length=layout.pipeline > 1,
