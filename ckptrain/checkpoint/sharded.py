@@ -228,6 +228,7 @@ def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = 
     Raises:
         CheckpointDamaged: a tensor is missing, has another shape, or its file cannot be read.
     """
+    read_metadata(directory)  # its problems told as ours, before DCP wraps them in its own
     try:
         with _without_warning():
             dcp.load(

@@ -77,9 +77,6 @@ def enter_megatron() -> None:
         # Megatron warns of every optional package that it does without, and lists its buffers and settings.
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        if not has_transformer_engine():
-            # Where it is installed and there is no GPU, megatron-core would build layers of it that cannot compute.
-            sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # makes an import fail
         importlib.import_module("megatron.core")
         _enter_bare_package("megatron.bridge")
         # This module sets its own level and handler; what it would tell is that Transformer Engine is absent.

@@ -9,6 +9,7 @@ GPU; the rest of the project does not know of it.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,8 @@ def enter_cpu() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     _CudaMeansCpu().__enter__()
+    # Where Transformer Engine is installed, megatron-core would build layers of it, which cannot compute here.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # makes an import fail
 
     from megatron.core.tensor_parallel import random as megatron_random
 

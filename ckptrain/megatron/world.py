@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
+import itertools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,19 @@ from ckptrain.megatron.platform import enter_platform
 _TIMEOUT = dt.timedelta(minutes=30)
 
 
+_openings = itertools.count()
+
+
+@functools.cache
+def _rendezvous() -> tuple[Any, int, int]:
+    """Return the store that this launch shares, this process's rank, and the number of processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        found: tuple[Any, int, int] = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        return found
+    # A store in memory: alone, there is no port to open and none to be taken.
+    return dist.HashStore(), 0, 1
+
+
 @contextlib.contextmanager
 def open_process_group() -> Iterator[None]:
     """Join the other processes of this launch (torchrun's environment), or be alone; leave at the end.
@@ -26,12 +42,11 @@ def open_process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    store, number, count = _rendezvous()
+    # Each opening has names of its own: the store remembers those of an earlier run in this process.
+    store = dist.PrefixStore(f"ckptrain-{next(_openings)}", store)
     backend = enter_platform().process_group_backend
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        # A store in memory: alone, there is no port to open and none to be taken.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=_TIMEOUT)
     try:
         yield
     finally:
