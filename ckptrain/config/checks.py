@@ -20,6 +20,31 @@ class Contradiction:
     text: str
 
 
+def unproven(config: RunConfig) -> list[str]:
+    """Return what is asked for and understood, but does not give the numbers of a single process, or was not shown to.
+
+    Such a run would train something else without a word, so it is refused until a test shows that it does not.
+    """
+    parallel = config.parallel
+    found = []
+    if parallel.sequence:
+        found.append(
+            "parallel.sequence=true: with LoRA its losses leave those of one GPU from the third step on; set"
+            " parallel.sequence=false"
+        )
+    if parallel.context > 1:
+        found.append(
+            f"parallel.context={parallel.context}: packed sequences are not cut over context parallel processes yet;"
+            " set parallel.context=1"
+        )
+    if parallel.expert > 1:
+        found.append(
+            f"parallel.expert={parallel.expert}: expert parallel training has not been compared with one process; set"
+            " parallel.expert=1"
+        )
+    return found
+
+
 def config_problems(config: RunConfig, *, check_inputs: bool = True) -> list[str]:
     """Return what contradicts itself in a config, each with what to do; empty when nothing does."""
     return [found.text for found in contradictions(config, check_inputs=check_inputs)]
@@ -101,11 +126,11 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
             f"train.global_batch_size={train.global_batch_size} is not a multiple of"
             f" train.micro_batch_size={train.micro_batch_size}: change one of them",
         )
-    if parallel.context > 1:
+    if config.data.sequence_length % (2 * parallel.context) and parallel.context > 1:
         yield _contradiction(
-            "parallel.context",
-            f"parallel.context={parallel.context}: packed sequences are not yet cut over context parallel processes;"
-            " set parallel.context=1 and use parallel.tensor with parallel.sequence for long rows",
+            "data.sequence_length, parallel.context",
+            f"data.sequence_length={config.data.sequence_length} is not a multiple of {2 * parallel.context}, twice"
+            " parallel.context: each process takes one piece from either end of a row, to share the work evenly",
         )
 
 

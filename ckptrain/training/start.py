@@ -16,6 +16,7 @@ from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
+from ckptrain.config.checks import unproven
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
 from ckptrain.config.schema import RunConfig
@@ -23,6 +24,7 @@ from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.data.records import data_fingerprint
+from ckptrain.errors import ConfigError
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import StartPlan, plan_start
 
@@ -63,6 +65,8 @@ def survey_run(config: RunConfig, world_size: int) -> Survey:
         ConfigError: the base, the targets or the layout cannot be used.
         DataError: a data file cannot be read.
     """
+    if problems := unproven(config):
+        raise ConfigError("cannot run this configuration yet", problems)
     base = fetch(locate_base(config.model))
     shape = read_shape(base)
     targets = resolve_targets(config.lora, shape)

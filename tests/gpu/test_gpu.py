@@ -150,11 +150,10 @@ def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path:
     "layout",
     [
         ["parallel.tensor=2"],
-        ["parallel.tensor=2", "parallel.sequence=true"],
         ["parallel.pipeline=2"],
         [],
     ],
-    ids=["TP=2", "TP=2 SP", "PP=2", "DP=2"],
+    ids=["TP=2", "PP=2", "DP=2"],
 )
 def test_two_gpus_train_the_run_of_one(layout: list[str], config: Path, tmp_path: Path) -> None:
     """Every layout over two GPUs has the losses of one GPU within bfloat16's rounding."""

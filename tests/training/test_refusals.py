@@ -91,6 +91,8 @@ def test_a_sample_longer_than_the_sequence_is_named(tiny_config: Callable[..., R
         (3, ["parallel.tensor=3"], "parallel.tensor=3"),
         (2, ["train.global_batch_size=3"], "train.global_batch_size"),
         (3, ["parallel.pipeline=3"], "parallel.pipeline"),
+        (2, ["parallel.tensor=2", "parallel.sequence=true"], "parallel.sequence=true"),
+        (2, ["parallel.context=2"], "parallel.context=2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_on_every_rank(
