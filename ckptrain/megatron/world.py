@@ -24,13 +24,19 @@ _openings = itertools.count()
 
 
 @functools.cache
+def _shared_store(_process_id: int) -> tuple[Any, int, int]:
+    """Return the store of this launch, this process's rank and the number of processes; it is opened once."""
+    found: tuple[Any, int, int] = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    return found
+
+
 def _rendezvous() -> tuple[Any, int, int]:
-    """Return the store that this launch shares, this process's rank, and the number of processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        found: tuple[Any, int, int] = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-        return found
-    # A store in memory: alone, there is no port to open and none to be taken.
-    return dist.HashStore(), 0, 1
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # A store in memory: alone, there is no port to open and none to be taken.
+        return dist.HashStore(), 0, 1
+    store, number, count = _shared_store(os.getpid())
+    # Each opening has names of its own: the store remembers those of an earlier run in this process.
+    return dist.PrefixStore(f"ckptrain-{next(_openings)}", store), number, count
 
 
 @contextlib.contextmanager
@@ -43,8 +49,6 @@ def open_process_group() -> Iterator[None]:
         yield
         return
     store, number, count = _rendezvous()
-    # Each opening has names of its own: the store remembers those of an earlier run in this process.
-    store = dist.PrefixStore(f"ckptrain-{next(_openings)}", store)
     backend = enter_platform().process_group_backend
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=_TIMEOUT)
     try:
