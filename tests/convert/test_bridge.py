@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.launch import launch
 from torch import Tensor
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
@@ -17,7 +18,6 @@ from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.targets import Targets
 from ckptrain.convert.parity import huggingface_logits, megatron_logits, probe_batch
 from ckptrain.convert.to_peft import export_adapter
-from ckptrain.megatron.bridge import enter_megatron
 from ckptrain.megatron.world import close_model_parallel, open_model_parallel, open_process_group
 
 BaseOf = Callable[[str], Any]
@@ -27,26 +27,31 @@ _ONE_PROCESS = Layout(tensor=1, pipeline=1, context=1, expert=1, data=1)
 _PREFIX = "base_model.model."
 
 
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    """Open Megatron's groups of one process."""
-    enter_megatron()
-    with open_process_group():
-        open_model_parallel(_ONE_PROCESS, seed=1)
-        yield
-        close_model_parallel()
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_export_equals_bridge(base_of: BaseOf, save: Save, tmp_path: Path, family: str) -> None:
     """Names and bits are those of Bridge's export; PEFT's logits are those of the adapted Megatron model."""
+    base = base_of(family)
+    launch(1, lambda: compare_with_bridge(base, save, tmp_path))
+
+
+def compare_with_bridge(base: Any, save: Save, tmp_path: Path) -> None:
+    """Do so on a rank of its own."""
+    with open_process_group():
+        open_model_parallel(_ONE_PROCESS, seed=1)
+        try:
+            compare(base, save, tmp_path)
+        finally:
+            close_model_parallel()
+
+
+def compare(base: Any, save: Save, tmp_path: Path) -> None:
+    """Export both ways and compare."""
     from peft import PeftModel
 
     from ckptrain.megatron.adapters import adapter_parameters, attach_adapters
     from ckptrain.megatron.model import build_model, load_base_weights, open_bridge
     from ckptrain.megatron.state import AdapterStore
 
-    base = base_of(family)
     manifest = save(base, step=1).manifest  # for its configuration and modules
     config = load_config(unflatten(manifest.config))
     bridge = open_bridge(base.path, base.shape.architecture)

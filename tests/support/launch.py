@@ -1,4 +1,8 @@
-"""Start the ranks of a run as forks of this process, which has imported Megatron already: an import takes 8 seconds."""
+"""Start the ranks of a run as forks of this process, which has imported Megatron already: an import takes 8 seconds.
+
+The process that forks opens no process group and runs no backward pass: a fork inherits neither their threads nor their
+ends, and would wait for them for ever. Whatever does so in a test runs on a rank.
+"""
 
 from __future__ import annotations
 
