@@ -49,10 +49,17 @@ def run(
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
     loaded = load_config(config, overrides)
-    directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
+    directory = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+    from ckptrain.training.start import decide_start, survey_run
+
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    survey = survey_run(loaded, num_processes)
+    if num_processes == 1:
+        # What would be refused is refused before torch is loaded; the run decides again when it holds the directory.
+        decide_start(survey, directory, read_contents=False)
     from ckptrain.training.run import run_training
 
-    return run_training(loaded, directory.absolute(), observers)
+    return run_training(survey, directory, observers)
 
 
 def resume(

@@ -72,8 +72,8 @@ def test_run_kill_resume_status_export(config: Path, tmp_path: Path) -> None:
         Path(resumed["plan"]["checkpoint"]).name
     ]
     state = answer("status", str(run_dir))
-    assert state["step"] == 12
-    assert state["next_start"]["plan"]["plan"] == "AlreadyDone"
+    assert (state["step"], state["phase"], state["seems_dead"]) == (12, "FINISHED", False)
+    assert state["next"]["plan"]["plan"] == "AlreadyDone"
     assert answer("verify", str(run_dir))["exit_status"] == 0
     assert list((run_dir / "tensorboard").iterdir())
 

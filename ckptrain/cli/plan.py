@@ -57,7 +57,7 @@ def plan_report(survey: Survey, start: Start, run_dir: Path) -> dict[str, Any]:
     memory = memory_estimate(config, shape, survey.layout, survey.targets)
     return {
         "run_dir": str(run_dir),
-        "start": start.plan.to_dict(),
+        "plan": start.plan.to_dict(),
         "steps": config.train.steps,
         "base": {
             **attrs.asdict(survey.identity),
@@ -86,13 +86,13 @@ def _adapters(config: RunConfig, survey: Survey) -> dict[str, Any]:
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
-    console.print(facts([*start_rows(report["start"]), ("run", _run_text(report)), *_model_rows(report)]))
+    console.print(facts([*start_rows(report["plan"]), ("run", _run_text(report)), *_model_rows(report)]))
     console.print()
     console.print(facts([*_step_rows(report), ("checkpoint", _checkpoint_text(report)), *_memory_rows(report)]))
 
 
 def _run_text(report: Mapping[str, Any]) -> str:
-    first, steps = report["start"]["first_step"], report["steps"]
+    first, steps = report["plan"]["first_step"], report["steps"]
     left = "no step is left" if first is None else f"steps {first:,} to {steps:,}"
     return f"{report['run_dir']}, {left}"
 

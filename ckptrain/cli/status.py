@@ -126,7 +126,7 @@ def _phase(written: _Written) -> dict[str, Any]:
         reason = _last((entry for entry in written.journal if entry.get("event") == "error"), "message")
     elif phase in (Phase.STOPPED.value, Phase.DRAINING.value):
         reason = _last((entry for entry in written.journal if entry.get("event") == "stop_requested"), "reason")
-    ended = phase is None or phase in TERMINAL
+    ended = phase is None or Phase(phase) in TERMINAL
     silent = written.silent_s
     died = not ended and silent is not None and silent > _patience(phase, written.metrics)
     return {"phase": phase, "reason": reason, "silent_s": silent, "seems_dead": died}
@@ -181,7 +181,7 @@ def _processes(written: _Written) -> int:
 
 def _next_start(run_dir: Path, num_processes: int) -> dict[str, Any]:
     """Return what `ckptrain resume` would do now, or why it would not."""
-    report: dict[str, Any] = {"num_processes": num_processes, "start": None, "error": None}
+    report: dict[str, Any] = {"num_processes": num_processes, "plan": None, "error": None}
     try:
         config = api.config_of_run(run_dir)
         if locate_base(config.model).path is None:
@@ -192,7 +192,7 @@ def _next_start(run_dir: Path, num_processes: int) -> dict[str, Any]:
         _, start = api.plan(config, run_dir=run_dir, world_size=num_processes)
     except CkptrainError as error:
         return {**report, "error": failure_of(error).report()["error"]}
-    return {**report, "start": start.plan.to_dict()}
+    return {**report, "plan": start.plan.to_dict()}
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
@@ -251,5 +251,5 @@ def _next_rows(report: Mapping[str, Any]) -> list[Row]:
         summary, *_ = following["error"]["message"].split("\n")
         rows = problem_rows(summary, following["error"]["problems"])
     else:
-        rows = start_rows(following["start"])
+        rows = start_rows(following["plan"])
     return [(f"next {label}" if label in ("start", "refused") else label, text) for label, text in rows]

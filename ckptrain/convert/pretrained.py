@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from filelock import FileLock
 
 from ckptrain.config.base import Base
 from ckptrain.config.identity import base_identity
@@ -88,6 +87,8 @@ def _convert_gguf(base: Base, path: Path) -> Path:
     target = cache_directory() / _CONVERSION / base_identity(base).fingerprint[:32]
     if target.is_dir():
         return target
+    from filelock import FileLock
+
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):
         if target.is_dir():

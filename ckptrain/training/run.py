@@ -17,8 +17,7 @@ import attrs
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, world_size
 from ckptrain.config.schedule import learning_rate
-from ckptrain.config.schema import RunConfig
-from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, TrainingDiverged
+from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ConfigError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
@@ -31,7 +30,7 @@ from ckptrain.training.observers import Observer, Observers, SampleAnswer, StepR
 from ckptrain.training.restore import restore_run, warm_start
 from ckptrain.training.saving import Position, Saved, Saver
 from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
-from ckptrain.training.start import Start, Survey, decide_start, survey_run
+from ckptrain.training.start import Start, Survey, decide_start
 from ckptrain.training.stopping import StopRequests
 
 
@@ -59,13 +58,16 @@ class RunResult:
         return EXIT_STOPPED_EARLY if self.status == "stopped" else EXIT_DONE
 
 
-def run_training(config: RunConfig, run_dir: Path, observers: Iterable[Observer] = ()) -> RunResult:
+def run_training(survey: Survey, run_dir: Path, observers: Iterable[Observer] = ()) -> RunResult:
     """Start or go on with a run in `run_dir`, and train to `train.steps`; collective over the processes of this launch.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails; what was committed before is untouched.
     """
-    survey = survey_run(config, world_size())
+    if survey.layout.world_size != world_size():
+        raise ConfigError(
+            "cannot start", [f"there are {world_size()} processes, and WORLD_SIZE said {survey.layout.world_size}"]
+        )
     with open_process_group(), contextlib.ExitStack() as stack:
         on_rank0(lambda: stack.enter_context(claimed(run_dir)))
         start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))

@@ -41,7 +41,7 @@ def test_a_plan_counts_what_the_model_has(ask_json: AskJson, config_file: Path) 
         report["checkpoint_bytes"][part] for part in ("adapter", "optimizer")
     )
     assert report["memory_bytes"]["total"] == sum(v for k, v in report["memory_bytes"].items() if k != "total")
-    assert report["start"]["plan"] == "FreshStart"
+    assert report["plan"]["plan"] == "FreshStart"
     assert report["layout"]["world_size"] == 1
 
 
@@ -49,8 +49,8 @@ def test_a_plan_of_a_run_is_that_of_its_next_start(ask_json: AskJson, run_dir: P
     """A run directory stands for its config and its checkpoints."""
     save(50)
     report = ask_json("plan", run_dir)
-    assert (report["start"]["plan"], report["start"]["first_step"]) == ("Resume", 51)
-    assert ask_json("plan", run_dir, "train.steps=50")["start"]["plan"] == "AlreadyDone"
+    assert (report["plan"]["plan"], report["plan"]["first_step"]) == ("Resume", 51)
+    assert ask_json("plan", run_dir, "train.steps=50")["plan"]["plan"] == "AlreadyDone"
 
 
 def test_a_plan_changes_nothing_on_disk(ask: Ask, config_file: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_status_of_a_stopped_run_says_why_and_what_comes_next(
     assert [(c["name"], c["health"], c["num_bytes"]) for c in report["checkpoints"]] == [
         ("step-00000050", "whole", 2048 + 2100)
     ]
-    assert report["next"]["start"]["plan"] == "Resume"
+    assert report["next"]["plan"]["plan"] == "Resume"
     text = ask("status", run_dir).stdout
     assert "signal SIGTERM" in text
     assert "60 of 100" in text
@@ -147,7 +147,7 @@ def test_status_shows_the_reason_where_the_next_start_is_refused(
     (model_dir / "model.safetensors").write_bytes(b"other weights")
     report = ask_json("status", run_dir)
     assert report["exit_status"] == 0
-    assert report["next"]["start"] is None
+    assert report["next"]["plan"] is None
     assert report["next"]["error"]["kind"] == "StartRefused"
     assert "refused" in ask("status", run_dir).stdout
 

@@ -13,9 +13,16 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ckptrain import api
+
+if TYPE_CHECKING:
+    from ckptrain.config.schema import RunConfig
+    from ckptrain.training.observers import Observer
+    from ckptrain.training.run import RunResult
 
 _CONTEXT = multiprocessing.get_context("fork")
 
@@ -89,6 +96,11 @@ class Ranks:
                 raise value
             results.append(value)
         return results
+
+
+def run_training(config: RunConfig, run_dir: Path, observers: Iterable[Observer] = ()) -> RunResult:
+    """Run as a program that embeds ckptrain does."""
+    return api.run(config, run_dir=run_dir, observers=observers)
 
 
 def launch(world_size: int, act: Callable[[], Any], timeout_s: float = 240) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import torch
 from peft import PeftModel
-from support.launch import launch
+from support.launch import launch, run_training
 from transformers import AutoModelForCausalLM
 
 from ckptrain.config.schedule import learning_rate
@@ -17,7 +17,6 @@ from ckptrain.convert.pretrained import load_tokenizer
 from ckptrain.convert.to_peft import export_adapter
 from ckptrain.data.batches import BatchLayout, BatchSource
 from ckptrain.data.dataset import build_dataset
-from ckptrain.training.run import run_training
 
 
 def train_with_peft(config: RunConfig, base_directory: Path, adapter: Path) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from support.launch import launch
+from support.launch import launch, run_training
 from torch import Tensor
 
 from ckptrain.checkpoint.integrity import open_checkpoint
@@ -20,7 +20,6 @@ from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron.world import open_process_group
 from ckptrain.training.observers import Observer
 from ckptrain.training.restore import restore_run
-from ckptrain.training.run import run_training
 from ckptrain.training.saving import Position, Saver
 from ckptrain.training.setup import model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import decide_start, survey_run

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from support.launch import Ranks, launch
+from support.launch import Ranks, launch, run_training
 from support.tiny import write_chats, write_llama
 
 from ckptrain.checkpoint.store import CheckpointStore
@@ -29,7 +29,6 @@ from ckptrain.megatron.step import StepResult
 from ckptrain.training import run as run_module
 from ckptrain.training.directory import claimed
 from ckptrain.training.observers import Observer, StepRecord
-from ckptrain.training.run import run_training
 
 
 def contents(directory: Path) -> dict[str, bytes]:

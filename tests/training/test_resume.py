@@ -10,12 +10,12 @@ from typing import Any
 
 import orjson
 import pytest
-from support.launch import Ranks, launch
+from support.launch import Ranks, launch, run_training
 
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.training.observers import Observer
-from ckptrain.training.run import RunResult, run_training
+from ckptrain.training.run import RunResult
 
 DROPOUT = "lora.dropout=0.1"
 
