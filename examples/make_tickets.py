@@ -1,6 +1,6 @@
 """python examples/make_tickets.py [DIRECTORY].
 
-Writes the data of the quick start: tickets_train.jsonl (400 conversations) and tickets_val.jsonl (40), into
+Writes the data of the quick start: tickets_train.jsonl (400 conversations) and tickets_val.jsonl (16), into
 examples/data unless told otherwise. A customer writes in, the answer is one line of JSON. An untrained chat model
 answers with sympathy; one that has learnt the task answers with the ticket. Everything is made up, and the same on
 every run: what a message says decides the ticket, so a validation message, none of which is in the training file, has
@@ -22,7 +22,7 @@ from pathlib import Path
 
 SEED = 20240726
 NUM_TRAIN = 400
-NUM_VALIDATION = 40
+NUM_VALIDATION = 16
 SHARE_POWERED = 0.6
 SHARE_WITH_ORDER = 0.65
 SHARE_MONEY_BACK = 0.4
