@@ -32,7 +32,7 @@ def test_the_script_makes_the_shipped_files_byte_for_byte(tmp_path: Path) -> Non
 def test_no_validation_message_is_trained_on() -> None:
     """Not even in other letter case."""
     train, validation = ({t.messages[1].content.lower() for t in tickets(name)} for name in FILES)
-    assert (len(train), len(validation)) == (160, 40)
+    assert (len(train), len(validation)) == (400, 16)
     assert not train & validation
 
 
