@@ -5,6 +5,7 @@ Observers run on rank 0 only. They are told after the fact and cannot change a r
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     replacement.replace(path)
 
 
-class _Scalars(Observer):
+class _Scalars(Observer, abc.ABC):
     """An observer that passes numbers on by name, every so many steps."""
 
     def __init__(self, every_steps: int) -> None:
@@ -125,9 +126,9 @@ class _Scalars(Observer):
     def on_validation(self, step: int, val_loss: float) -> None:
         self.put({"val/loss": val_loss}, step)
 
+    @abc.abstractmethod
     def put(self, values: dict[str, float], step: int) -> None:
         """Write the values of a step."""
-        raise NotImplementedError
 
 
 class TensorBoard(_Scalars):
