@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.schema import RunConfig
@@ -74,21 +76,23 @@ def resume(
     return run(config_of_run(Path(run_dir)), overrides, run_dir=run_dir, observers=observers)
 
 
-def config_of_run(run_dir: Path) -> RunConfig:
+def config_of_run(run_dir: Path, *, check_inputs: bool = True) -> RunConfig:
     """Return what a run was last asked to be: RUN/run.yaml, or where that is lost what its newest checkpoint says.
+
+    `check_inputs=False` leaves out whether its data is there, for whoever does not train.
 
     Raises:
         CheckpointNotFound: the directory is not that of a run.
     """
     if (run_dir / "run.yaml").is_file():
-        return load_config(run_dir / "run.yaml")
+        return load_config(run_dir / "run.yaml", check_inputs=check_inputs)
     newest = CheckpointStore(run_dir).newest()
     if newest is None:
         raise CheckpointNotFound(
             f"{run_dir} is not a run directory: expected run.yaml or checkpoints/ in it; start one with `ckptrain run"
             f" CONFIG --run-dir {run_dir}`"
         )
-    return load_config(unflatten(newest.manifest.config))
+    return load_config(unflatten(newest.manifest.config), check_inputs=check_inputs)
 
 
 def plan(
@@ -125,4 +129,6 @@ def export(
     """
     from ckptrain.convert.to_peft import export_adapter
 
-    return export_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite)
+    source = resolve_checkpoint(Path(checkpoint))
+    with reading(source):
+        return export_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite)

@@ -54,6 +54,12 @@ class StartRefused(ProblemsError):
     exit_status = EXIT_REFUSED
 
 
+class ClaimLost(CkptrainError):
+    """Another run has taken over the run directory, so this one may not commit any more."""
+
+    exit_status = EXIT_REFUSED
+
+
 class CheckpointDamaged(ProblemsError):
     """A checkpoint is not what its manifest says."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import write_chats, write_llama
+from tiny import write_chats, write_llama
 
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig

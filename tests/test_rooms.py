@@ -37,6 +37,11 @@ WITHOUT_TORCH = [
     "ckptrain.checkpoint.store",
     "ckptrain.checkpoint.integrity",
     "ckptrain.checkpoint.resolve",
+    "ckptrain.checkpoint.contents",
+    "ckptrain.checkpoint.dcp_metadata",
+    "ckptrain.checkpoint.lock",
+    "ckptrain.checkpoint.reading",
+    "ckptrain.checkpoint.retention",
     "ckptrain.data.records",
     "ckptrain.training.start",
 ]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
 
-from ckptrain.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, parse_manifest
+from ckptrain.checkpoint.dcp_metadata import metadata_problems
+from ckptrain.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, parse_manifest, printable
 from ckptrain.errors import CheckpointDamaged, CkptrainError
 from ckptrain.lifecycle.facts import CheckpointFacts
+
+_LARGEST_MANIFEST = 256 * 1024 * 1024
+"""Ours have some 200 bytes for each tensor and file; a larger one is not read into memory to be refused."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,11 +69,7 @@ def open_checkpoint(path: Path) -> CommittedCheckpoint:
         raise CheckpointDamaged(f"{path} is damaged", [f"it {problem}"])
     if problem := _file_problem(path / MANIFEST_NAME):
         raise CheckpointDamaged(f"{path} is damaged", [f"{MANIFEST_NAME} {problem}"])
-    try:
-        data = (path / MANIFEST_NAME).read_bytes()
-    except OSError as error:
-        raise _unreadable(path / MANIFEST_NAME, error) from error
-    manifest = parse_manifest(data, str(path / MANIFEST_NAME))
+    manifest = _read_manifest(path)
     if problems := _presence_problems(path, manifest):
         raise CheckpointDamaged(f"{path} is damaged", [f"{name} {problem}" for name, problem in problems.items()])
     return CommittedCheckpoint(path=path, manifest=manifest)
@@ -89,19 +89,32 @@ def hash_file(path: Path) -> FileDigest:
 def verify_files(checkpoint: CommittedCheckpoint, parallel: int = 4) -> list[str]:
     """Read every file of the checkpoint and return what differs from its manifest; an empty list means intact.
 
-    Told apart: a file that is missing, is shorter or longer than stated, has other contents, is a symbolic link, or is
-    there without being listed. `parallel` files are read at a time (hashing releases the interpreter's lock).
+    Told apart: a file that is missing, is shorter or longer than stated, has other contents, has those of another file
+    of this checkpoint or of one beside it, is a symbolic link, or is there without being listed. Where all bytes are
+    as stated, the tensors are compared with the manifest, so that nothing is read from files that are not by ckptrain,
+    whoever wrote the manifest. `parallel` files are read at a time (hashing releases the interpreter's lock).
     """
     root, files = checkpoint.path, checkpoint.manifest.files
     problems = _presence_problems(root, checkpoint.manifest)
-    for path in _paths_below(root):
-        if path not in files and path not in problems and path != MANIFEST_NAME:
-            problems[path] = "is a symbolic link" if (root / path).is_symlink() else "is not listed in the manifest"
-    present = [path for path in files if path not in problems and not problems.keys() & _parents(path)]
+    absent = {path for path in files if not _is_readable(root / path) or problems.keys() & _parents(path)}
+    problems |= _unlisted(root, {*files, *problems, MANIFEST_NAME})
+    present = [path for path in files if path not in absent]
     with ThreadPoolExecutor(max_workers=parallel) as pool:
-        contents = pool.map(lambda path: _content_problem(root / path, files[path]), present)
-        problems |= {path: problem for path, problem in zip(present, contents, strict=True) if problem is not None}
-    return [f"{path} {problem}" for path, problem in sorted(problems.items())]
+        found = dict(zip(present, pool.map(lambda path: _digest_or_problem(root / path), present), strict=True))
+    changed = {path: digest for path, digest in found.items() if digest != files[path]}
+    origins = _origins(checkpoint) if changed else {}
+    for path, digest in changed.items():
+        if isinstance(digest, str):
+            problems[path] = digest
+        elif digest in origins:
+            problems[path] = f"has the contents of {origins[digest]}"
+        elif path not in problems:
+            problems[path] = (
+                f"has other contents: SHA-256 {digest.sha256[:12]}..., expected {files[path].sha256[:12]}..."
+            )
+    if not problems:
+        return metadata_problems(root, checkpoint.manifest)
+    return [printable(f"{path} {problem}") for path, problem in sorted(problems.items())]
 
 
 def fsync_file(path: Path) -> None:
@@ -174,22 +187,55 @@ def _status(path: Path) -> os.stat_result | None:
         raise _unreadable(path, error) from error
 
 
-def _content_problem(path: Path, expected: FileDigest) -> str | None:
+def _is_readable(path: Path) -> bool:
+    status = _status(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def _digest_or_problem(path: Path) -> FileDigest | str:
     try:
-        found = hash_file(path)
+        return hash_file(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if found.sha256 == expected.sha256:
-        return None
-    return f"has other contents: SHA-256 {found.sha256[:12]}..., expected {expected.sha256[:12]}..."
 
 
-def _paths_below(root: Path) -> Iterator[str]:
-    """Give the relative paths of all files and links below `root`, following no link."""
+def _origins(checkpoint: CommittedCheckpoint) -> dict[FileDigest, str]:
+    """Return what contents belong to: the files of this checkpoint, and of those beside it."""
+    origins: dict[FileDigest, str] = {}
+    for path in sorted(checkpoint.path.parent.glob(f"step-*/{MANIFEST_NAME}")):
+        beside = path.parent
+        with contextlib.suppress(CkptrainError):
+            if beside != checkpoint.path and _file_problem(path) is None:
+                origins |= {digest: f"{beside.name}'s {name}" for name, digest in _read_manifest(beside).files.items()}
+    origins |= {digest: f"its own {name}" for name, digest in checkpoint.manifest.files.items()}
+    return {digest: origin for digest, origin in origins.items() if digest.num_bytes}
+
+
+def _unlisted(root: Path, known: set[str]) -> dict[str, str]:
+    """Return what is below `root` and not known: files, links, and directories with nothing in them."""
+    found: dict[str, str] = {}
     for directory, subdirectories, files in os.walk(root):
-        links = [name for name in subdirectories if (Path(directory) / name).is_symlink()]
-        for name in sorted(files + links):
-            yield (Path(directory) / name).relative_to(root).as_posix()
+        at = Path(directory)
+        if not subdirectories and not files and at != root:
+            found[at.relative_to(root).as_posix()] = "is an empty directory, which the manifest has not"
+        links = [name for name in subdirectories if (at / name).is_symlink()]
+        for path in sorted(at / name for name in files + links):
+            problem = "is a symbolic link" if path.is_symlink() else "is not listed in the manifest"
+            found[path.relative_to(root).as_posix()] = problem
+    return {path: problem for path, problem in found.items() if path not in known}
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_NAME
+    try:
+        if (num_bytes := path.stat().st_size) > _LARGEST_MANIFEST:
+            raise CheckpointDamaged(
+                f"{directory} is damaged", [f"{MANIFEST_NAME} has {num_bytes} bytes, which none has"]
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return parse_manifest(data, str(path))
 
 
 def _unreadable(path: Path, error: OSError) -> CkptrainError:

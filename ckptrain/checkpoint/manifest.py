@@ -26,7 +26,25 @@ from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 
+ITEM_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one number of every type that a tensor of a checkpoint can have."""
+MOST_DIMENSIONS = 5
+
 _MOST_PROBLEMS = 20
+_LONGEST_PROBLEM = 500
+_DEEPEST = 12
+"""Levels of nesting; ours has six."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 1000
+"""Of one name and of a whole path: what file systems have room for."""
 _BY_LINE = ("config", "files", "tensors")
 """Members of the manifest that get a line for each of their own members."""
 
@@ -127,6 +145,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if not isinstance(document, dict):
         raise _damaged(where, [f"it is {shown(document)}, expected an object"])
     _check_version(document, where)
+    if (problem := _value_problem(document)) is not None:
+        raise _damaged(where, [problem])
     problems: list[str] = []
     claimed_digest, actual_digest = document.pop("digest", None), _digest(document)
     del document["schema_version"]
@@ -160,7 +180,17 @@ def path_problem(path: str) -> str | None:
         return "is not in its shortest form"
     if path == MANIFEST_NAME:
         return "is the manifest itself"
+    if not path.isprintable():
+        return "has characters that cannot be shown"
+    if len(path) > _LONGEST_PATH or max(map(len, parts)) > _LONGEST_NAME:
+        return "is longer than a path can be"
     return None
+
+
+def printable(problem: str) -> str:
+    """Keep what a stranger has put into names from steering the terminal that they are shown on, or filling it."""
+    shortened = problem if len(problem) <= _LONGEST_PROBLEM else f"{problem[:_LONGEST_PROBLEM]}..."
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in shortened)
 
 
 def _by_line(members: Mapping[str, Any]) -> str:
@@ -195,7 +225,9 @@ def _take_derived(document: dict[str, Any]) -> dict[str, Any]:
 
 def _contradictions(manifest: Manifest, derived: Mapping[str, Any]) -> list[str]:
     """Return what each key allows by itself and the whole does not."""
-    problems = [f"files: {path!r} {problem}" for path in manifest.files if (problem := path_problem(path)) is not None]
+    problems = [
+        f"files: {shown(path)} {problem}" for path in manifest.files if (problem := path_problem(path)) is not None
+    ]
     problems += [
         f"files[{path}].sha256 is {shown(digest.sha256)}, expected 64 hexadecimal digits"
         for path, digest in manifest.files.items()
@@ -212,7 +244,42 @@ def _contradictions(manifest: Manifest, derived: Mapping[str, Any]) -> list[str]
             problems.append(f"lora.settings.{key} is 0, which makes an adapter without effect")
     if not _is_utc(manifest.created):
         problems.append(f"created is {shown(manifest.created)}, expected a UTC time in ISO 8601")
+    return problems + _tensor_contradictions(manifest)
+
+
+def _tensor_contradictions(manifest: Manifest) -> list[str]:
+    """Return what cannot be so of the tensors: whoever makes room for one believes its shape and type."""
+    problems: list[str] = []
+    claimed = 0
+    for name, tensor in manifest.tensors.items():
+        if not name.isprintable() or len(name) > _LONGEST_PATH:
+            problems.append(f"tensors: {shown(name)} is not the name of a tensor")
+        if tensor.dtype not in ITEM_SIZES:
+            problems.append(
+                f"tensors[{name}].dtype is {shown(tensor.dtype)}, expected one of {', '.join(sorted(ITEM_SIZES))}"
+            )
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            problems.append(f"tensors[{name}] has {len(tensor.shape)} dimensions, expected up to {MOST_DIMENSIONS}")
+        claimed += math.prod(tensor.shape[:MOST_DIMENSIONS]) * ITEM_SIZES.get(tensor.dtype, 1)
+    held = sum(file.num_bytes for file in manifest.files.values())
+    if claimed > held:
+        problems.append(f"its tensors have {claimed} bytes, and its files have no more than {held}")
+    step = manifest.optimizer.get("step")
+    if any(tensor.group == "optimizer" for tensor in manifest.tensors.values()) and type(step) is not int:
+        problems.append(f"optimizer.step is {shown(step)}, expected a whole number beside an optimizer's tensors")
     return problems
+
+
+def _value_problem(value: object, levels: int = _DEEPEST) -> str | None:
+    """Say what a JSON value has that no manifest has and not every reader of JSON can take."""
+    if isinstance(value, int | float):
+        return None if abs(value) <= 2**63 else f"it has the number {shown(value)}, which is too large"
+    if not isinstance(value, dict | list):
+        return None
+    if levels == 0:
+        return f"it is nested more than {_DEEPEST} levels deep"
+    items = value.values() if isinstance(value, dict) else value
+    return next((problem for item in items if (problem := _value_problem(item, levels - 1)) is not None), None)
 
 
 def _is_utc(text: str) -> bool:
@@ -224,5 +291,7 @@ def _is_utc(text: str) -> bool:
 
 def _damaged(where: str, problems: list[str]) -> CheckpointDamaged:
     left_out = len(problems) - _MOST_PROBLEMS
-    listed = problems[:_MOST_PROBLEMS] + ([f"and {left_out} more problems"] if left_out > 0 else [])
+    listed = [printable(problem) for problem in problems[:_MOST_PROBLEMS]]
+    if left_out > 0:
+        listed.append(f"and {left_out} more problems")
     return CheckpointDamaged(f"{where} is damaged", listed)

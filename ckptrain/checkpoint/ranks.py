@@ -2,6 +2,9 @@
 
 Decisions are made on rank 0 and told to the others; ranks never look at the disk or the clock separately, so they
 cannot come to different conclusions. An error of one rank becomes the error of all: none is left waiting in a barrier.
+
+Each takes a process group that spans all ranks, None being the default one. A thread that works behind the training
+needs one of its own: the collectives of one group have one order, which two threads would mix up.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import torch.distributed as dist
 
 from ckptrain.errors import CkptrainError
 
+type Group = dist.ProcessGroup | None
+"""All ranks, over a connection of their own or the default one."""
+
 
 def rank() -> int:
     """Return this process's rank; 0 before any process group is open."""
@@ -26,26 +32,26 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def broadcast_from_rank0[T](value: T) -> T:
+def broadcast_from_rank0[T](value: T, group: Group = None) -> T:
     """Give every rank what rank 0 has; what the others pass is ignored."""
     if world_size() == 1:
         return value
     box: list[Any] = [value if rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     agreed: T = box[0]
     return agreed
 
 
-def gather_to_all[T](value: T) -> list[T]:
+def gather_to_all[T](value: T, group: Group = None) -> list[T]:
     """Give every rank the values of all, in the order of ranks."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def on_rank0[T](decide: Callable[[], T]) -> T:
+def on_rank0[T](decide: Callable[[], T], group: Group = None) -> T:
     """Run something on rank 0 and give every rank its result, or its error.
 
     Raises:
@@ -61,14 +67,14 @@ def on_rank0[T](decide: Callable[[], T]) -> T:
             outcome = (None, error)
         except Exception as error:  # told to all ranks first, then raised on all
             outcome = (None, CkptrainError(f"{type(error).__name__}: {error}"))
-    result, failed = broadcast_from_rank0(outcome)
+    result, failed = broadcast_from_rank0(outcome, group)
     if failed is not None:
         raise failed
     agreed: T = result
     return agreed
 
 
-def together[T](act: Callable[[], T]) -> T:
+def together[T](act: Callable[[], T], group: Group = None) -> T:
     """Run something on every rank; where it fails on any, raise that error on all.
 
     Raises:
@@ -84,7 +90,7 @@ def together[T](act: Callable[[], T]) -> T:
         if world_size() == 1:
             raise
         failed = CkptrainError(f"rank {rank()}: {type(error).__name__}: {error}")
-    first = next((error for error in gather_to_all(failed) if error is not None), None)
+    first = next((error for error in gather_to_all(failed, group) if error is not None), None)
     if first is not None:
         raise first
     agreed: T = result

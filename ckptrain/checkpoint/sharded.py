@@ -2,27 +2,26 @@
 
 A state is a flat mapping from global names to tensors: plain ones, or `ShardedState` for the parts of a larger one.
 Files are DCP's, so megatron-core and torch read them. Nothing in them is code: DCP's byte entries are pickles, so there
-are none; its `.metadata` is a pickle, so it is read by an unpickler that knows DCP's types alone.
+are none; its `.metadata` is a pickle, so it is read as data and never loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import hashlib
 import os
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Buffer, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import attrs
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -31,30 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ckptrain.checkpoint.ranks import rank, world_size
+from ckptrain.checkpoint.dcp_metadata import read_dcp_metadata
+from ckptrain.checkpoint.manifest import FileDigest
+from ckptrain.checkpoint.ranks import Group, world_size
 from ckptrain.checkpoint.store import save_failures
 from ckptrain.errors import CheckpointDamaged, SaveFailed
-
-_METADATA_FILE = ".metadata"
-# Everything that DCP itself puts into `.metadata`; a pickle that names anything else is not one of DCP's.
-_DCP_TYPES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    *(("torch", name) for name in ("float32", "bfloat16", "float16", "float64", "uint8", "int32", "int64", "bool")),
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -120,11 +100,72 @@ class ShardedState(Tensor):
         return next(shard.data for shard in self.shards if torch.Size(shard.offset) == index.offset)
 
 
+@attrs.frozen(kw_only=True)
+class Written:
+    """What a save has put into a directory."""
+
+    tensors: Mapping[str, StoredTensor]
+    """All tensors of all processes, by name."""
+    files: Mapping[str, FileDigest]
+    """The files of this process, by name: its data, and on rank 0 the metadata."""
+
+
+class _HashedFile:
+    """A file that is hashed as it is written: the digest is that of the bytes that were meant."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_bytes = 0
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Buffer) -> int:
+        """Write all of `data`."""
+        self._sha256.update(data)
+        written = self._file.write(data)
+        self._num_bytes += written
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def digest(self) -> FileDigest:
+        """Return size and SHA-256 of what was written."""
+        return FileDigest(num_bytes=self._num_bytes, sha256=self._sha256.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's file system, which knows the digest of every file that it wrote."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, _HashedFile] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            self.written[Path(path).name] = hashed = _HashedFile(file)
+            yield hashed
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, without the marks that make two saves of the same state differ (a random id, the path)."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        super().__init__(
+            directory,
+            single_file_per_rank=True,
+            sync_files=True,
+            thread_count=1,
+            per_thread_copy_ahead=0,  # all is in host memory: no stream, which would be one of GPU 0 on every rank
+        )
+        self.fs = _HashingFileSystem()
+
+    def digests(self) -> dict[str, FileDigest]:
+        """Return what this process wrote, by file name."""
+        return {name: file.digest() for name, file in sorted(self.fs.written.items())}
 
     def storage_meta(self) -> None:
         return None
@@ -151,33 +192,31 @@ class _Reader(dcp.FileSystemReader):
         return read_metadata(self._directory)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _DCP_TYPES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a type of DCP's metadata")
-        return super().find_class(module, name)
-
-
 def read_metadata(directory: Path) -> Metadata:
-    """Read DCP's `.metadata` without running code from it.
+    """Return what a directory's `.metadata` says, in DCP's own types; the pickle that it is in is never loaded.
 
     Raises:
-        CheckpointDamaged: it is missing, not DCP's, or holds entries that torch would unpickle without restriction.
+        CheckpointDamaged: it is missing, or not as `save_tensors` writes it.
     """
-    path = directory / _METADATA_FILE
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointDamaged(f"{path} cannot be read", [f"{type(error).__name__}: {error}"]) from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointDamaged(f"{path} cannot be read", [f"it holds a {type(metadata).__name__}, not DCP's Metadata"])
-    foreign = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
-    if foreign:
-        raise CheckpointDamaged(
-            f"{directory} is not a checkpoint of ckptrain",
-            [f"{name} is a pickled object; ckptrain stores tensors only" for name in foreign[:10]],
-        )
-    return metadata
+    tensors = read_dcp_metadata(directory).tensors
+    return Metadata(
+        state_dict_metadata={
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                size=torch.Size(tensor.shape),
+                chunks=[
+                    ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.shape))
+                    for chunk in tensor.chunks
+                ],
+            )
+            for name, tensor in tensors.items()
+        },
+        storage_data={
+            MetadataIndex(name, chunk.offset, position): _StorageInfo(chunk.file, chunk.start, chunk.num_bytes)
+            for name, tensor in tensors.items()
+            for position, chunk in enumerate(tensor.chunks)
+        },
+    )
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
@@ -189,20 +228,25 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
     }
 
 
-def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, StoredTensor]:
-    """Write a state, every process its pieces; collective. Returns all tensors of all processes, by name.
+def save_tensors(state: Mapping[str, Tensor], directory: Path, group: Group = None) -> Written:
+    """Write a state, every process its pieces, and wait until they are on disk; collective.
+
+    Args:
+        state: tensors in host memory, which nobody may change meanwhile.
+        directory: is made; must not hold a state.
+        group: the processes, where it is not torch's default group that they talk over.
 
     Raises:
         SaveFailed: any process could not write; on every rank.
     """
-    with save_failures(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(directory)
     try:
         with _without_warning():
             metadata = dcp.save(
                 dict(state),
-                storage_writer=_Writer(directory),
+                storage_writer=writer,
                 planner=dcp.DefaultSavePlanner(),
+                process_group=group,
                 no_dist=world_size() == 1,
             )
     except CheckpointException as error:
@@ -214,7 +258,7 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path) -> dict[str, Stor
         reasons = [f"rank {where}: {_reason(failure)}" for where, failure in failures.items()]
         raise SaveFailed(f"could not write {directory}: {'; '.join(reasons)}") from error
     assert isinstance(metadata, Metadata)
-    return stored_tensors(metadata)
+    return Written(tensors=stored_tensors(metadata), files=writer.digests())
 
 
 def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = False) -> None:
@@ -240,12 +284,6 @@ def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = 
     except CheckpointException as error:
         reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
         raise CheckpointDamaged(f"could not read {directory}", reasons) from error
-
-
-def files_of_this_rank(directory: Path) -> list[Path]:
-    """Return the files under `directory` that this process wrote: its own data, and on rank 0 the metadata."""
-    mine = sorted(directory.rglob(f"__{rank()}_*.distcp"))
-    return [*mine, *sorted(directory.rglob(_METADATA_FILE))] if rank() == 0 else mine
 
 
 @contextlib.contextmanager

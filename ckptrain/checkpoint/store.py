@@ -9,6 +9,7 @@ that could say otherwise: the latest checkpoint is the highest step that the sca
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import shutil
@@ -22,11 +23,15 @@ import orjson
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, fsync_directory, fsync_file, open_checkpoint
 from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest, WrittenByNewer
+from ckptrain.checkpoint.reading import unread
+from ckptrain.checkpoint.retention import Retention, judge
 from ckptrain.errors import CheckpointDamaged, CkptrainError, SaveFailed
 from ckptrain.lifecycle.facts import DamageFacts
+from ckptrain.lifecycle.journal import read_journal
 
 CHECKPOINTS = "checkpoints"
 QUARANTINE = "quarantine"
+JOURNAL = "journal.jsonl"
 STAGING_PREFIX = ".staging-"
 REMOVING_PREFIX = ".removing-"
 
@@ -88,6 +93,12 @@ class CheckpointStore:
         self.directory = run_dir / CHECKPOINTS
         self.quarantine_directory = run_dir / QUARANTINE
 
+    @functools.cached_property
+    def _run_id(self) -> str | None:
+        """Whose checkpoints these should be, as the journal's last start has it; None where it does not say."""
+        plans = [entry for entry in read_journal(self.run_dir / JOURNAL) if entry.get("event") == "plan"]
+        return plans[-1].get("run_id") if plans else None
+
     def scan(self) -> list[CommittedCheckpoint | DamagedCheckpoint]:
         """Return everything under a checkpoint's final name, by step; nothing else in the directory counts.
 
@@ -100,18 +111,9 @@ class CheckpointStore:
             step = step_of(path.name)
             if step is None:
                 continue
-            try:
-                checkpoint = open_checkpoint(path)
-            except WrittenByNewer:
-                raise
-            except CheckpointDamaged as error:
-                found.append(DamagedCheckpoint(path=path, step=step, problems=error.problems))
-                continue
-            if checkpoint.step == step:
-                found.append(checkpoint)
-            else:
-                problem = f"its manifest is that of step {checkpoint.step}: it was renamed"
-                found.append(DamagedCheckpoint(path=path, step=step, problems=(problem,)))
+            seen = _look_at(path, step, self._run_id)
+            if seen is not None:
+                found.append(seen)
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def committed(self) -> list[CommittedCheckpoint]:
@@ -205,35 +207,54 @@ class CheckpointStore:
             fsync_directory(path.parent)
         return target
 
-    def prune(
-        self, keep_last: int, keep_best: int = 0, metric: str = "val_loss", in_use: Collection[Path] = ()
-    ) -> list[Path]:
-        """Remove whole checkpoints but the newest, the best by `metric` (lower is better), and those `in_use`.
+    def prune(self, retention: Retention, in_use: Collection[Path] = ()) -> list[Path]:
+        """Remove the whole checkpoints that nothing keeps, but those that someone reads; return what is gone.
 
-        The newest is kept always. Each is renamed to a hidden name before its files go, so that a crash in between
-        leaves no half of a checkpoint under a final name. Damaged ones are not touched.
+        Each is renamed to a hidden name before its files go, so that a crash in between leaves no half of a checkpoint
+        under a final name. Damaged ones are not touched. Several processes may prune at once.
 
         Raises:
             SaveFailed: one cannot be removed.
         """
-        checkpoints = self.committed()
-        keep = retained(checkpoints, keep_last, keep_best, metric) | {path.name for path in in_use}
-        removed = [checkpoint.path for checkpoint in checkpoints if checkpoint.path.name not in keep]
-        for path in removed:
-            hidden = self.directory / f"{REMOVING_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
-            with save_failures(path, "removing"):
+        verdicts = judge(self.committed(), retention, in_use)
+        gone = [verdict.checkpoint.path for verdict in verdicts if not verdict.kept]
+        return [path for path in gone if self._remove(path)]
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a checkpoint, unless someone reads it or removes it already."""
+        hidden = self.directory / f"{REMOVING_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+        with unread(path) as is_free, save_failures(path, "removing"):
+            if not is_free:
+                return False
+            try:
                 path.rename(hidden)
-                fsync_directory(self.directory)
-            shutil.rmtree(hidden, ignore_errors=True)  # a file still open on NFS stays; the next start cleans it up
-        return removed
+            except FileNotFoundError:  # another process was faster
+                return False
+            fsync_directory(self.directory)
+        shutil.rmtree(hidden, ignore_errors=True)  # a file still open on NFS stays; the next start cleans it up
+        return True
 
 
-def retained(checkpoints: Sequence[CommittedCheckpoint], keep_last: int, keep_best: int, metric: str) -> set[str]:
-    """Return the names of the checkpoints to keep; of two equally good ones the newer is better."""
-    newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
-    measured = [checkpoint for checkpoint in newest_first if metric in checkpoint.manifest.metrics]
-    best = sorted(measured, key=lambda checkpoint: checkpoint.manifest.metrics[metric])
-    return {checkpoint.path.name for checkpoint in newest_first[: max(keep_last, 1)] + best[: max(keep_best, 0)]}
+def _look_at(path: Path, step: int, run_id: str | None) -> CommittedCheckpoint | DamagedCheckpoint | None:
+    """Return what is under a checkpoint's final name; None where another process has pruned it since it was listed."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except WrittenByNewer:
+        raise
+    except CkptrainError as error:
+        if not os.path.lexists(path):
+            return None
+        if isinstance(error, CheckpointDamaged):
+            return DamagedCheckpoint(path=path, step=step, problems=error.problems)
+        raise
+    found = checkpoint.manifest.run_id
+    if checkpoint.step != step:
+        problem = f"its manifest is that of step {checkpoint.step}: it was renamed"
+    elif run_id is not None and found != run_id:
+        problem = f"it is of another run: its run_id is {found}, that of the run here is {run_id}"
+    else:
+        return checkpoint
+    return DamagedCheckpoint(path=path, step=step, problems=(problem,))
 
 
 def _entries(directory: Path) -> list[Path]:

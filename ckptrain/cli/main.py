@@ -56,6 +56,10 @@ class Commands(click.Group):
             outcome.show(open_console())
         sys.exit(outcome.exit_status)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
+        """Return the commands in the order in which they are written here: that of a run's life."""
+        return list(self.commands)
+
 
 def _report(outcome: Answer | Failure) -> dict[str, Any]:
     if isinstance(outcome, Failure):
@@ -161,6 +165,83 @@ def status(run_dir: Path) -> Answer:
 
 
 @cli.command()
+@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
+@click.option("--norms", is_flag=True, help="Read the tensors: norms, largest values, and what is NaN or infinite.")
+@_json_option()
+def inspect(path: Path, *, norms: bool) -> Answer:
+    """Tell what is in a checkpoint.
+
+    Of a run it is the newest. Everything but --norms comes from the manifest, at once; those take torch, and the memory
+    of the largest tensor.
+    """
+    from ckptrain.cli.inspect import inspect_answer
+
+    return inspect_answer(path, norms=norms)
+
+
+@cli.command()
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.option("--no-tensors", is_flag=True, help="Do not compare the numbers in the tensors, which takes torch.")
+@_json_option()
+def diff(a: Path, b: Path, *, no_tensors: bool) -> Answer:
+    """Tell what two checkpoints differ in.
+
+    A and B are checkpoints, or runs, whose newest are taken. Differing config keys come with what a resume from A with
+    the config of B would say to them. The exit status is 0 whether they differ or not.
+    """
+    from ckptrain.cli.diff import diff_answer
+
+    return diff_answer(a, b, tensors=not no_tensors)
+
+
+@cli.command()
+@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
+@_json_option()
+def verify(path: Path) -> Answer:
+    """Compare every file with its digest.
+
+    Of one checkpoint, or of all that a run has; exit status 65 where one is damaged.
+    """
+    from ckptrain.cli.verify import verify_answer
+
+    return verify_answer(path)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="So many of the newest.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=0), metavar="N", help="Those of every Nth step as well; 0 for none."
+)
+@click.option("--keep-best", type=click.IntRange(min=0), metavar="N", help="So many of the best as well.")
+@click.option("--metric", type=click.Choice(["val_loss", "loss"]), help="What the best go by; lower is better.")
+@click.option("--dry-run", is_flag=True, help="Tell what would be removed, and remove nothing.")
+@_json_option()
+def prune(
+    run_dir: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    metric: str | None,
+    *,
+    dry_run: bool,
+) -> Answer:
+    """Remove checkpoints that a run need not keep.
+
+    What is not given is as the run's config has it. The newest is never removed, nor is one that is being read; the
+    run may be at work meanwhile.
+    """
+    from ckptrain.cli.prune import prune_answer
+
+    given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "metric": metric}
+    wanted: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if keep_every == 0:
+        wanted["keep_every"] = None
+    return prune_answer(run_dir, wanted, dry_run=dry_run)
+
+
+@cli.command()
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -180,19 +261,6 @@ def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool) -> Answe
     from ckptrain.cli.export import export_answer
 
     return export_answer(checkpoint, out, dtype, overwrite=overwrite)
-
-
-@cli.command()
-@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
-@_json_option()
-def verify(path: Path) -> Answer:
-    """Compare every file with its digest.
-
-    Of one checkpoint, or of all that a run has; exit status 65 where one is damaged.
-    """
-    from ckptrain.cli.verify import verify_answer
-
-    return verify_answer(path)
 
 
 @cli.command()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 _PIPE_COLUMNS = 120
+_DECODER = "decoder."
+"""How the names of adapter weights begin."""
 
 Row = tuple[str, str | Text]
 
@@ -36,6 +38,36 @@ def facts(rows: Iterable[Row], style: str = "bold") -> Table:
     for label, text in rows:
         grid.add_row(Text(label, style=style), text if isinstance(text, Text) else Text(text))
     return grid
+
+
+def table(titles: Sequence[str], lines: Iterable[Sequence[str | Text]], right: Collection[str] = ()) -> Table:
+    """Lay out lines of cells under their titles; the first column never folds, nor do those flush right, of numbers."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title in right else "left"
+        grid.add_column(title, justify=justify, no_wrap=title in (titles[0], *right), overflow="fold")
+    for line in lines:
+        grid.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in line))
+    return grid
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Write the shape of a tensor: 4 x 32 x 8."""
+    return " x ".join(map(str, shape))
+
+
+def by_kind(tensors: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[str, Mapping[str, Any]]]]:
+    """Sort tensors, each with its name and group, by kind, and give each a shorter name within it.
+
+    What is kept for every adapter weight, such as optimizer.state.exp_avg, stands before the weight's own name, and is
+    a kind; other tensors are of the kind of their group.
+    """
+    kinds: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for tensor in tensors:
+        before, found, rest = tensor["name"].partition(_DECODER)
+        kind = before.rstrip(".") if found else ""
+        kinds.setdefault(kind or tensor["group"], []).append((found + rest if found else tensor["name"], tensor))
+    return kinds
 
 
 def start_rows(start: Mapping[str, Any]) -> list[Row]:

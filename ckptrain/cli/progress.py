@@ -129,6 +129,14 @@ class Progress(Observer):
         """Show what was saved, with its size and the time that it took."""
         self._tell(("saved", f"{path.name}: {bytes_text(num_bytes)} in {duration_text(seconds)}"))
 
+    def on_save_failed(self, step: int, message: str) -> None:
+        """Show why a checkpoint is missing."""
+        self._tell(("not saved", Text(f"step {step}: {message}", style="bold red")))
+
+    def on_warning(self, text: str) -> None:
+        """Show what does not work as it should."""
+        self._tell(("warning", Text(text, style="yellow")))
+
     def on_end(self) -> None:
         """Take the bar away."""
         self._bar.stop()

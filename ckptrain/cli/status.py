@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptrain import api
+from ckptrain.checkpoint.contents import stored_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.lock import Holder, holder
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.cli.outcome import Answer, failure_of
 from ckptrain.cli.page import Row, facts, problem_rows, start_rows
@@ -50,6 +52,8 @@ class _Written:
     metrics: Sequence[Mapping[str, Any]]
     silent_s: float | None
     """Seconds since anything was written; None where nothing was."""
+    holder: Holder | None
+    """Who holds the directory, or died without letting go of it."""
 
 
 def status_answer(run_dir: Path) -> Answer:
@@ -88,6 +92,7 @@ def _read(run_dir: Path) -> _Written:
         journal=journal[starts[-1] :] if starts else journal,
         metrics=_tail(run_dir / _METRICS),
         silent_s=max(0.0, time.time() - max(times)) if times else None,
+        holder=holder(run_dir),
     )
 
 
@@ -118,7 +123,7 @@ def _last(lines: Iterable[Mapping[str, Any]], key: str) -> Any:
 def _phase(written: _Written) -> dict[str, Any]:
     """Return the phase of the last start, why it ended where it did, and whether its process seems to have died.
 
-    Nothing tells for certain whether a process is alive, on another machine least of all, so it goes by silence.
+    A process on another machine cannot be looked at from here; of that one silence has to tell.
     """
     phase = _last((entry for entry in written.journal if entry.get("event") == "phase"), "to")
     reason = None
@@ -127,9 +132,18 @@ def _phase(written: _Written) -> dict[str, Any]:
     elif phase in (Phase.STOPPED.value, Phase.DRAINING.value):
         reason = _last((entry for entry in written.journal if entry.get("event") == "stop_requested"), "reason")
     ended = phase is None or Phase(phase) in TERMINAL
-    silent = written.silent_s
-    died = not ended and silent is not None and silent > _patience(phase, written.metrics)
-    return {"phase": phase, "reason": reason, "silent_s": silent, "seems_dead": died}
+    silent, held_by = written.silent_s, written.holder
+    if held_by is not None and held_by.alive is not None:
+        died = not held_by.alive
+    else:
+        died = silent is not None and not ended and silent > _patience(phase, written.metrics)
+    return {
+        "phase": phase,
+        "reason": reason,
+        "silent_s": silent,
+        "seems_dead": died and not ended,
+        "holder": None if held_by is None else attrs.asdict(held_by),
+    }
 
 
 def _patience(phase: str, metrics: Sequence[Mapping[str, Any]]) -> float:
@@ -163,7 +177,7 @@ def _checkpoint(checkpoint: CommittedCheckpoint | DamagedCheckpoint) -> dict[str
     return {
         **report,
         "age_s": max(0.0, age.total_seconds()),
-        "num_bytes": sum(file.num_bytes for file in manifest.files.values()),
+        "num_bytes": stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
         "health": "whole",
         "problems": [],
@@ -214,12 +228,21 @@ def _phase_rows(report: Mapping[str, Any]) -> list[Row]:
         return [("phase", "not started")]
     ago = f", last written {duration_text(silent)} ago" if silent is not None else ""
     if report["seems_dead"]:
-        return [("phase", Text(f"{phase}{ago}: the process seems to have died in it", style="red"))]
+        return [("phase", Text(f"{phase}{ago}: {_death_text(report['holder'])}", style="red"))]
     style = {"FAILED": "red", "STOPPED": "yellow", "FINISHED": "green"}.get(phase, "cyan")
     rows: list[Row] = [("phase", Text.assemble((phase, style), ago))]
     if report["reason"] is not None:
         rows.append(("", report["reason"]))
+    held_by = report["holder"]
+    if held_by is not None and held_by["alive"] is not False:
+        rows.append(("held by", f"process {held_by['pid']} on {held_by['host']}, started {held_by['started']}"))
     return rows
+
+
+def _death_text(held_by: Mapping[str, Any] | None) -> str:
+    if held_by is None or held_by["alive"] is None:
+        return "the process seems to have died in it"
+    return f"process {held_by['pid']} on {held_by['host']}, started {held_by['started']}, died in it"
 
 
 def _step_text(report: Mapping[str, Any]) -> str:

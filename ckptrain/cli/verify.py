@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
+from ckptrain.checkpoint.contents import stored_bytes
+from ckptrain.checkpoint.integrity import verify_files
 from ckptrain.checkpoint.manifest import MANIFEST_NAME
+from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CHECKPOINTS, CheckpointStore, DamagedCheckpoint
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import facts
 from ckptrain.cli.wording import bytes_text, plural
-from ckptrain.errors import EXIT_DAMAGED, EXIT_DONE
+from ckptrain.errors import EXIT_DAMAGED, EXIT_DONE, CheckpointNotFound
 
 
 def verify_answer(path: Path) -> Answer:
@@ -26,7 +29,7 @@ def verify_answer(path: Path) -> Answer:
         CheckpointNotFound: `path` is neither.
         CheckpointDamaged: it is a checkpoint whose manifest cannot be read.
     """
-    reports = [_report(checkpoint) for checkpoint in _checkpoints(path)]
+    reports = list(_reports(path))
     damaged = any(report["problems"] for report in reports)
     return Answer(
         report={"checkpoints": reports, "intact": not damaged},
@@ -35,24 +38,29 @@ def verify_answer(path: Path) -> Answer:
     )
 
 
-def _checkpoints(path: Path) -> list[CommittedCheckpoint | DamagedCheckpoint]:
-    """Return all checkpoints of a run, damaged ones included, or the one that the path names."""
+def _reports(path: Path) -> Iterator[dict[str, Any]]:
+    """Report on all checkpoints of a run, damaged ones included, or on the one that the path names."""
     is_run = (path / CHECKPOINTS).is_dir() and not (path / MANIFEST_NAME).exists()
     found = CheckpointStore(path).scan() if is_run else []
-    return found or [resolve_checkpoint(path)]
-
-
-def _report(checkpoint: CommittedCheckpoint | DamagedCheckpoint) -> dict[str, Any]:
-    report: dict[str, Any] = {"path": str(checkpoint.path), "step": checkpoint.step}
-    if isinstance(checkpoint, DamagedCheckpoint):
-        return {**report, "files": None, "num_bytes": None, "problems": list(checkpoint.problems)}
-    files = checkpoint.manifest.files
-    return {
-        **report,
-        "files": len(files),
-        "num_bytes": sum(file.num_bytes for file in files.values()),
-        "problems": verify_files(checkpoint),
-    }
+    for checkpoint in found or [resolve_checkpoint(path)]:
+        report = {"path": str(checkpoint.path), "step": checkpoint.step}
+        if isinstance(checkpoint, DamagedCheckpoint):
+            yield {**report, "files": None, "num_bytes": None, "problems": list(checkpoint.problems)}
+            continue
+        manifest = checkpoint.manifest
+        try:
+            with reading(checkpoint):
+                problems = verify_files(checkpoint)
+        except CheckpointNotFound:
+            if not found:
+                raise
+            continue  # the run, which is at work, has pruned it since it was listed
+        yield {
+            **report,
+            "files": len(manifest.files),
+            "num_bytes": stored_bytes(manifest),
+            "problems": problems,
+        }
 
 
 def _show(reports: list[dict[str, Any]], console: Console) -> None:

@@ -154,7 +154,10 @@ def _validation(config: RunConfig) -> Iterator[Contradiction]:
     if config.data.validation is not None:
         return
     asked = {
-        "checkpoint.keep_best": (config.checkpoint.keep_best, "compares val_loss"),
+        "checkpoint.keep_best": (
+            config.checkpoint.metric == "val_loss" and config.checkpoint.keep_best,
+            "compares val_loss",
+        ),
         "train.eval_every_steps": (config.train.eval_every_steps, "says when to validate"),
         "log.sample_tokens": (config.log.sample_tokens, "answers a validation sample"),
     }

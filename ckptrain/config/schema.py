@@ -159,10 +159,17 @@ class CheckpointConfig:
 
     every_steps: int = option("Save every so many steps; the last step is always saved.", default=50, at_least=1)
     keep_last: int = option("Newest checkpoints to keep.", default=3, at_least=1)
+    keep_every: int | None = option(
+        "Keep the checkpoints of every so many steps as well, for good.", default=None, at_least=1
+    )
     keep_best: int = option("Best checkpoints by `metric` to keep as well.", default=0, at_least=0)
-    metric: Literal["val_loss"] = option("What keep_best goes by; lower is better.", default="val_loss")
+    metric: Literal["val_loss", "loss"] = option(
+        "What keep_best goes by; lower is better. Checkpoints of steps at which it was not measured do not count.",
+        default="val_loss",
+    )
     asynchronous: bool = option(
-        "Allow training to go on while a checkpoint is written. This version saves synchronously whatever it says.",
+        "Train on while a checkpoint is written: a save stops training for the copy to host memory only. The bytes"
+        " written are the same.",
         default=True,
     )
     on_damaged: Literal["fallback", "refuse"] = option(

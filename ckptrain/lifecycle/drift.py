@@ -114,6 +114,7 @@ RULES: Mapping[str, Rule] = {
     "train.eval_every_steps": _free(_STOPPING),
     "checkpoint.every_steps": _free(_SAVING),
     "checkpoint.keep_last": _free(_SAVING),
+    "checkpoint.keep_every": _free(_SAVING),
     "checkpoint.keep_best": _free(_SAVING),
     "checkpoint.metric": _free(_SAVING),
     "checkpoint.asynchronous": _free(_SAVING),

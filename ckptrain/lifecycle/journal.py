@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,23 @@ _LARGEST_JSON_INTEGER = 2**63 - 1
 class Journal:
     """Append-only JSONL: `time` (UTC, milliseconds), `event`, then the facts of the event in the order given.
 
-    A line is one write to a file opened with O_APPEND, synced before `record` returns, so what the journal says has
-    happened is on disk before the run goes on. A crash can tear the last line only; the next line then starts on a line
-    of its own, and `read_journal` passes over the torn one.
+    A line is one write to a file opened with O_APPEND, synced before `record` returns (until `stop_waiting`), so what
+    the journal says has happened is on disk before the run goes on. A crash can tear the last line only; the next line
+    then starts on a line of its own, and `read_journal` passes over the torn one.
     """
 
     def __init__(self, path: Path | None) -> None:
         """Take the file's path, or None for a journal that writes nothing: every rank but 0 has one of those."""
         self.path = path
+        self._on_failure: Callable[[CkptrainError], object] | None = None
+
+    def stop_waiting(self, on_failure: Callable[[CkptrainError], object]) -> None:
+        """From now on write lines without waiting for the disk, and tell of a failure instead of raising it.
+
+        For a run that trains: a disk that is busy with a checkpoint must not stop it, nor one that is full. A line
+        outlives the process as before; those of the last seconds may not outlive a power failure.
+        """
+        self._on_failure = on_failure
 
     def record(self, event: str, **facts: object) -> None:
         """Append one line and wait until it is on disk.
@@ -35,7 +44,7 @@ class Journal:
         and "-inf", because orjson would write null for them and lose the difference.
 
         Raises:
-            CkptrainError: the line could not be written.
+            CkptrainError: the line could not be written, and nobody else is told of that.
         """
         if clash := facts.keys() & {"time"}:
             raise TypeError(f"the journal sets {', '.join(clash)} itself")
@@ -44,12 +53,15 @@ class Journal:
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = orjson.dumps(_plain({"time": now, "event": event, **facts})) + b"\n"
         try:
-            _append(self.path, line)
+            _append(self.path, line, wait=self._on_failure is None)
         except OSError as error:
-            raise CkptrainError(
+            failure = CkptrainError(
                 f"cannot write the journal {self.path}: {error.strerror}; make the run directory writable, with space"
                 " left, and start again"
-            ) from error
+            )
+            if self._on_failure is None:
+                raise failure from error
+            self._on_failure(failure)
 
 
 class NullJournal(Journal):
@@ -80,7 +92,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _append(path: Path, line: bytes) -> None:
+def _append(path: Path, line: bytes, *, wait: bool) -> None:
     created = not path.exists()
     if created:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +104,8 @@ def _append(path: Path, line: bytes) -> None:
         # A short write is a torn line as well: the rest goes after it, or the disk is full and this raises.
         while line:
             line = line[os.write(descriptor, line) :]
-        os.fsync(descriptor)
+        if wait:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     if created:

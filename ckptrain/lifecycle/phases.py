@@ -26,9 +26,10 @@ class Phase(enum.Enum):
 
         every phase that is not terminal > FAILED
 
-    PLANNED > FINISHED is a run whose checkpoint is at the target step already. SAVING and EVALUATING come back to
-    TRAINING always, after the last step as well, so there is one way to finish. DRAINING is the save of a run that was
-    asked to stop: nothing follows it but STOPPED.
+    PLANNED > FINISHED is a run whose checkpoint is at the target step already. SAVING is what a save stops the training
+    for: the copy to host memory, or all of it where it is waited for. SAVING and EVALUATING come back to TRAINING
+    always, after the last step as well, so there is one way to finish. DRAINING is the save of a run that was asked to
+    stop: nothing follows it but STOPPED.
     """
 
     NEW = "NEW"

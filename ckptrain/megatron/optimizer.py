@@ -6,7 +6,7 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 
 # isort: split
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,22 +90,37 @@ def _torch_optimizers(optimizer: Any) -> Iterator[Any]:
             yield part.optimizer
 
 
-def optimizer_tensors(optimizer: Any, adapter: AdapterParameter) -> dict[str, Tensor]:
-    """Return the optimizer's tensors of one adapter weight, each of the weight's local shape, ready to be filled.
+def adam_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
+    """Return Adam's own state of every tensor that it steps: the parameter, or its float32 master.
 
-    Moments that no step has made yet are made as zeros, as megatron-core does before a load.
+    What Adam makes in its first step, moments of zero and a count of 0, is made here where it is not there yet, so that
+    a state can be filled or saved before any step.
+    """
+    states = {}
+    for torch_optimizer in _torch_optimizers(optimizer):
+        by_group = _counts_by_group(torch_optimizer)
+        for group in torch_optimizer.param_groups:
+            if by_group:
+                group.setdefault("step", 0)
+            for stepped in group["params"]:
+                state = states[stepped] = torch_optimizer.state[stepped]
+                for name in MOMENTS:
+                    if name not in state:
+                        state[name] = torch.zeros_like(stepped.data)
+                if not by_group:
+                    state.setdefault("step", torch.tensor(0.0))
+    return states
+
+
+def optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], adapter: AdapterParameter) -> dict[str, Tensor]:
+    """Return the optimizer's tensors of one adapter weight, each of the weight's local shape, out of `adam_states`.
+
+    They are the tensors that Adam updates in place from step to step.
     """
     master = getattr(adapter.parameter, "main_param", None)
-    stepped = adapter.parameter if master is None else master
-    for torch_optimizer in _torch_optimizers(optimizer):
-        if any(stepped is p for group in torch_optimizer.param_groups for p in group["params"]):
-            state = torch_optimizer.state[stepped]
-            for name in MOMENTS:
-                if name not in state:
-                    state[name] = torch.zeros_like(stepped.data)
-            moments = {name: state[name] for name in MOMENTS}
-            return moments if master is None else {**moments, MASTER: master.data}
-    raise LookupError(f"the optimizer does not hold {adapter.name}")
+    state = states[adapter.parameter if master is None else master]
+    moments = {name: state[name] for name in MOMENTS}
+    return moments if master is None else {**moments, MASTER: master.data}
 
 
 def _counts_by_group(torch_optimizer: Any) -> bool:

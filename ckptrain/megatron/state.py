@@ -14,7 +14,7 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from ckptrain.checkpoint.ranks import gather_to_all, rank
 from ckptrain.checkpoint.sharded import Shard, ShardedState
 from ckptrain.megatron.adapters import AdapterParameter, Piece
-from ckptrain.megatron.optimizer import optimizer_tensors
+from ckptrain.megatron.optimizer import adam_states, optimizer_tensors
 from ckptrain.megatron.platform import enter_platform
 
 _OPTIMIZER_PREFIX = "optimizer.state"
@@ -68,11 +68,12 @@ class AdapterStore:
 
     def optimizer(self, optimizer: object) -> StateView:
         """Return moments and float32 masters, as `optimizer.state.exp_avg.<adapter weight>` and the like."""
+        states = adam_states(optimizer)
         return self._view(
             [
                 (f"{_OPTIMIZER_PREFIX}.{kind}.{adapter.name}", adapter.cut(tensor))
                 for adapter in self._adapters
-                for kind, tensor in optimizer_tensors(optimizer, adapter).items()
+                for kind, tensor in optimizer_tensors(states, adapter).items()
             ]
         )
 
@@ -113,16 +114,6 @@ class StateView:
     stacks: Mapping[str, Sequence[_Stack]]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def to_save(self) -> dict[str, Tensor]:
-        """Return what this process saves: copies or views, each piece on one of the ranks that hold it."""
-        state: dict[str, Tensor] = {}
-        for name, stacks in self.stacks.items():
-            mine = [stack for stack in stacks if stack.pieces[0].is_main]
-            if mine:
-                shards = [Shard(offset=stack.offset, data=stack.gathered().contiguous()) for stack in mine]
-                state[name] = ShardedState(self.shapes[name], shards)
-        return state
-
     def to_load(self) -> dict[str, ShardedState]:
         """Return buffers to read into, full of NaN, so that what a read leaves out is seen."""
         return {
@@ -147,6 +138,44 @@ class StateView:
                 stack.scatter(shard.data)
             filled += 1
         return filled
+
+
+class HostCopy:
+    """A place in host memory for what this process saves of a view, allocated once and filled at every save.
+
+    Of the ranks that hold a piece, one saves it.
+    """
+
+    def __init__(self, view: StateView) -> None:
+        """Allocate; page-locked where there is a GPU, which can then copy while the host goes on."""
+        self.state: dict[str, ShardedState] = {}
+        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        for name, stacks in view.stacks.items():
+            mine = [stack for stack in stacks if stack.pieces[0].is_main]
+            if mine:
+                shards = [Shard(offset=stack.offset, data=self._allocate(stack)) for stack in mine]
+                self.state[name] = ShardedState(view.shapes[name], shards)
+
+    def _allocate(self, stack: _Stack) -> Tensor:
+        first = stack.pieces[0].data
+        shape = (len(stack.pieces), *first.shape) if stack.has_layer_axis else first.shape
+        target = torch.zeros(shape, dtype=first.dtype, pin_memory=enter_platform().is_cuda)
+        self._sources += [piece.data for piece in stack.pieces]
+        self._targets += target.unbind() if stack.has_layer_axis else [target]
+        return target
+
+    def take(self) -> Callable[[], object]:
+        """Copy the state of this moment; `state` holds it when the function returned has returned.
+
+        The copies stand in the stream that trains, before whatever changes the state next, so nothing waits here.
+        """
+        if self._targets:  # other data parallel replicas may save all that this process holds
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        wait: Callable[[], object] = copied.synchronize
+        return wait
 
 
 def rng_state() -> dict[str, Tensor]:

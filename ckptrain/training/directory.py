@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.checkpoint.lock import PACE, Claim, Pace, hold
+from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
 from ckptrain.config.load import dump_config
-from ckptrain.errors import CkptrainError, StartRefused
-from ckptrain.lifecycle.journal import Journal, read_journal
+from ckptrain.errors import CkptrainError, ConfigError
+from ckptrain.lifecycle.journal import Journal
 from ckptrain.lifecycle.start_plan import AlreadyDone
 from ckptrain.training.start import Start, Survey
 
-JOURNAL = "journal.jsonl"
 RUN_CONFIG = "run.yaml"
-_LOCK = ".lock"
+_LATE_S = 10.0
+"""Longer than network file systems remember that a file was not there (3 s to 5 s on NFS)."""
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory for this process; the kernel lets go of it when the process dies, however it dies.
+def claimed(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
+    """Hold a run directory for this process; it is free again when the process dies, however it dies.
+
+    Args:
+        run_dir: the run directory, which need not exist.
+        pace: of the signs of life that this run gives.
+        tell: is told what is waited for, where a start cannot know at once whether the directory is free.
 
     Raises:
-        StartRefused: another process holds it.
+        StartRefused: another run holds it; it is named by process, host and age.
         CkptrainError: the directory cannot be made or written.
     """
-    with _usable(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run_dir / _LOCK)
+    with ExitStack() as stack:
+        with _usable(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            claim = stack.enter_context(hold(run_dir, pace=pace, tell=tell))
+        yield claim
+
+
+def check_shared(claim: Claim) -> None:
+    """Make sure that this process sees the directory which rank 0 holds, and not one of the same name on its own disk.
+
+    Without that, every host would write its part of a checkpoint where no other finds it. A network file system may
+    show a new file late, so it is looked for during some seconds.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    deadline = time.monotonic() + _LATE_S
+    while True:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise StartRefused(f"cannot start in {run_dir}: another run is at work in it", [_holder(run_dir)]) from None
-    try:
-        yield
-    finally:
-        lock.release()
+            claim.check()
+        except CkptrainError:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"cannot start in {claim.run_dir}",
+                    [
+                        f"{socket.gethostname()} does not see {claim.path.name}, which rank 0 has just written there:"
+                        " the run directory must be on a disk that all hosts share; choose another --run-dir"
+                    ],
+                ) from None
+            time.sleep(_LATE_S / 20)
+        else:
+            return
 
 
 def prepare(survey: Survey, start: Start, run_dir: Path) -> None:
@@ -70,15 +97,3 @@ def _usable(run_dir: Path) -> Iterator[None]:
             f"cannot use the run directory {run_dir}: {error.strerror} ({error.filename}); make it writable or choose"
             " another --run-dir"
         ) from error
-
-
-def _holder(run_dir: Path) -> str:
-    """Say who holds the directory, as far as the journal knows."""
-    plans = [entry for entry in read_journal(run_dir / JOURNAL) if entry["event"] == "plan"]
-    if not plans:
-        return "wait for it, or stop it"
-    last = plans[-1]
-    return (
-        f"process {last.get('pid')} on {last.get('host')}, started {last['time']}; wait for it, stop it (it saves on"
-        " SIGTERM), or use another --run-dir"
-    )

@@ -52,6 +52,9 @@ class Observer:
     def on_progress(self, text: str) -> None:
         """Something that takes a while is beginning, or a fact is worth a line."""
 
+    def on_warning(self, text: str) -> None:
+        """Something does not work as it should, and the run goes on."""
+
     def on_step(self, record: StepRecord) -> None:
         """An optimizer step is done."""
 
@@ -63,6 +66,9 @@ class Observer:
 
     def on_saved(self, step: int, path: Path, num_bytes: int, seconds: float) -> None:
         """A checkpoint is committed."""
+
+    def on_save_failed(self, step: int, message: str) -> None:
+        """The checkpoint of a step could not be written; the one before is untouched and training goes on."""
 
     def on_stop(self, reason: str) -> None:
         """The run was asked to stop; it saves now."""
@@ -79,7 +85,8 @@ class MetricsFile(Observer):
         self._every_steps = every_steps
         if path.exists():
             _drop_lines_after(path, last_step)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._torn = False
 
     def on_step(self, record: StepRecord) -> None:
         if record.step % self._every_steps == 0:
@@ -92,8 +99,11 @@ class MetricsFile(Observer):
         self._file.close()
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(orjson.dumps(values) + b"\n")
-        self._file.flush()
+        line = (b"\n" if self._torn else b"") + orjson.dumps(values) + b"\n"
+        self._torn = True  # a full disk may take a part of the line; the next then starts on one of its own
+        while line:
+            line = line[self._file.write(line) :]
+        self._torn = False
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
@@ -225,39 +235,53 @@ class Observers(Observer):
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
+        self._recorders: list[Observer] = []
+        self._failed: set[int] = set()
 
-    def add(self, observers: Iterable[Observer]) -> None:
-        """Tell these too from now on."""
-        self._observers += observers
+    def add_recorders(self, recorders: Iterable[Observer]) -> None:
+        """Tell these too from now on; one that fails is reported once, and never ends a run."""
+        self._recorders += recorders
+
+    def _tell(self, event: str, *args: object) -> None:
+        for observer in self._observers:
+            getattr(observer, event)(*args)
+        for recorder in self._recorders:
+            try:
+                getattr(recorder, event)(*args)
+            except Exception as error:  # told to the observers; what is recorded is worth less than what is trained
+                self._report(recorder, error)
+
+    def _report(self, recorder: Observer, error: Exception) -> None:
+        if id(recorder) not in self._failed:
+            self._failed.add(id(recorder))
+            self.on_warning(f"{type(recorder).__name__} cannot record: {error}; training goes on")
 
     def on_plan(self, plan: dict[str, Any], facts: dict[str, Any]) -> None:
-        for observer in self._observers:
-            observer.on_plan(plan, facts)
+        self._tell("on_plan", plan, facts)
 
     def on_progress(self, text: str) -> None:
-        for observer in self._observers:
-            observer.on_progress(text)
+        self._tell("on_progress", text)
+
+    def on_warning(self, text: str) -> None:
+        self._tell("on_warning", text)
 
     def on_step(self, record: StepRecord) -> None:
-        for observer in self._observers:
-            observer.on_step(record)
+        self._tell("on_step", record)
 
     def on_validation(self, step: int, val_loss: float) -> None:
-        for observer in self._observers:
-            observer.on_validation(step, val_loss)
+        self._tell("on_validation", step, val_loss)
 
     def on_sample(self, sample: SampleAnswer) -> None:
-        for observer in self._observers:
-            observer.on_sample(sample)
+        self._tell("on_sample", sample)
 
     def on_saved(self, step: int, path: Path, num_bytes: int, seconds: float) -> None:
-        for observer in self._observers:
-            observer.on_saved(step, path, num_bytes, seconds)
+        self._tell("on_saved", step, path, num_bytes, seconds)
+
+    def on_save_failed(self, step: int, message: str) -> None:
+        self._tell("on_save_failed", step, message)
 
     def on_stop(self, reason: str) -> None:
-        for observer in self._observers:
-            observer.on_stop(reason)
+        self._tell("on_stop", reason)
 
     def on_end(self) -> None:
-        for observer in self._observers:
-            observer.on_end()
+        self._tell("on_end")

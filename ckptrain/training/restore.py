@@ -114,10 +114,12 @@ def _restore_rng(plan: Resume, checkpoint: CommittedCheckpoint, config: RunConfi
         seed_generators(config.train.seed, plan.step)
         return "seeded from (seed, step, rank): the layout differs from the checkpoint's"
     state = rng_state()
-    missing = sorted(state.keys() - checkpoint.manifest.tensors.keys())
-    if missing:
+    held = checkpoint.manifest.tensors
+    # A GPU's generator has another state than a CPU's under the same name, of another size.
+    foreign = [name for name, own in state.items() if name not in held or held[name].shape != tuple(own.shape)]
+    if any(gather_to_all(foreign)):
         seed_generators(config.train.seed, plan.step)
-        return f"seeded from (seed, step, rank): the checkpoint's generators are another platform's ({missing[0]})"
+        return "seeded from (seed, step, rank): the checkpoint's generators are another platform's"
     load_tensors(state, checkpoint.path / OPTIMIZER_DIRECTORY)
     set_rng_state(state)
     return "restored on every rank"

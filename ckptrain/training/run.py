@@ -8,14 +8,17 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, world_size
+from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, together, world_size
+from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.store import JOURNAL
+from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
 from ckptrain.config.schedule import learning_rate
 from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ConfigError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
@@ -24,11 +27,11 @@ from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, Start
 from ckptrain.megatron.optimizer import set_learning_rate
 from ckptrain.megatron.step import StepResult, train_step
 from ckptrain.megatron.world import open_process_group
-from ckptrain.training.directory import JOURNAL, claimed, prepare
+from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.evaluation import answer_sample, validation_loss
 from ckptrain.training.observers import Observer, Observers, SampleAnswer, StepRecord, recorders
 from ckptrain.training.restore import restore_run, warm_start
-from ckptrain.training.saving import Position, Saved, Saver
+from ckptrain.training.saving import Position, Saver
 from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import Start, Survey, decide_start
 from ckptrain.training.stopping import StopRequests
@@ -69,14 +72,16 @@ def run_training(survey: Survey, run_dir: Path, observers: Iterable[Observer] = 
             "cannot start", [f"there are {world_size()} processes, and WORLD_SIZE said {survey.layout.world_size}"]
         )
     with open_process_group(), contextlib.ExitStack() as stack:
-        on_rank0(lambda: stack.enter_context(claimed(run_dir)))
-        start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
         told = Observers(observers if rank() == 0 else ())
+        claim = on_rank0(lambda: stack.enter_context(claimed(run_dir, tell=told.on_progress)))
+        together(lambda: check_shared(claim))
+        start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
         on_rank0(lambda: prepare(survey, start, run_dir))
         journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
         lifecycle = Lifecycle(journal.record)
         try:
-            return _Run(survey, start, run_dir, journal, lifecycle, told).go()
+            run = _Run(survey, start, run_dir, journal, lifecycle, told)
+            return run.go(may_commit=claim.check)
         except BaseException as error:
             _record_failure(journal, lifecycle, error)
             raise
@@ -102,10 +107,11 @@ class _Run:
         self.journal, self.lifecycle, self.told = journal, lifecycle, told
         self.run_id = broadcast_from_rank0(start.run_id or uuid.uuid4().hex)
         self.samples: list[SampleAnswer] = []
+        self.longest_step_s = self.longest_save_s = 0.0
         self.last_saved: CommittedCheckpoint | None = start.checkpoint if isinstance(start.plan, Resume) else None
 
-    def go(self) -> RunResult:
-        """Act out the plan."""
+    def go(self, may_commit: Callable[[], object]) -> RunResult:
+        """Act out the plan; `may_commit` raises where the run directory has been lost to another run."""
         plan = self.start.plan
         self.journal.record(
             "plan",
@@ -122,14 +128,15 @@ class _Run:
             return self._result("already_done", plan.step, checkpoint=plan.checkpoint)
         done = plan.step if isinstance(plan, Resume) else 0
         if rank() == 0:
-            self.told.add(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
+            self.told.add_recorders(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
             data = set_up_data(self.survey)
             self._tell_data(data)
             setup = set_up_model(self.survey, self.lifecycle, self.told)
             self._restore(plan, setup)
-            saver = Saver(self.survey, data, setup, self.run_dir, self.run_id)
-            return self._train(plan, done, data, setup, saver, stop)
+            self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
+            with Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit) as saver:
+                return self._train(plan, done, data, setup, saver, stop)
 
     def _tell_data(self, data: DataSetup) -> None:
         self.journal.record("data", train=attrs.asdict(data.train.summary))
@@ -144,12 +151,14 @@ class _Run:
         checkpoint = self.start.checkpoint
         assert checkpoint is not None
         if isinstance(plan, WarmStart):
-            tensors = warm_start(checkpoint, setup)
+            with reading(checkpoint):  # of another run, which may prune it
+                tensors = warm_start(checkpoint, setup)
             self.journal.record("warm_start", adapter=str(checkpoint.path), tensors=tensors)
             self.told.on_progress(f"adapter from {checkpoint.path} ({tensors} tensors)")
             return
         assert isinstance(plan, Resume)
-        receipt = restore_run(plan, checkpoint, setup, self.config)
+        with reading(checkpoint):
+            receipt = restore_run(plan, checkpoint, setup, self.config)
         self.journal.record("receipt", **receipt.to_dict())
         self.lifecycle.advance(Phase.RESTORED, step=plan.step)
         self.told.on_progress(
@@ -172,11 +181,13 @@ class _Run:
         )
         loss = val_loss = None
         while position.step < train.steps:
-            if (reason := stop.reason()) is not None:
+            needed_s = self.longest_step_s and self.longest_step_s + self.longest_save_s
+            if (reason := stop.reason(needed_s)) is not None:
                 return self._drain(position, saver, stop, reason, loss, before)
             step = position.step + 1
             record = self._step(step, data, setup)
             loss = record.loss
+            self._tell_outcome(saver.ended())
             position = Position(
                 step=step,
                 consumed_samples=position.consumed_samples + train.global_batch_size,
@@ -187,7 +198,10 @@ class _Run:
             if last or (train.eval_every_steps and step % train.eval_every_steps == 0):
                 val_loss = self._evaluate(setup, data, step, with_sample=last)
             if last or step % self.config.checkpoint.every_steps == 0:
-                self._save(position, saver, loss, val_loss)
+                self.lifecycle.advance(Phase.SAVING, step=step)
+                save = self._secure if last else self._begin_save
+                stall_s = save(position, saver, loss, val_loss)
+                self.lifecycle.advance(Phase.TRAINING, step=step, stall_s=round(stall_s, 4))
         self.lifecycle.advance(Phase.FINISHED, step=position.step)
         return self._result("finished", position.step, loss=loss, before=before, after=val_loss)
 
@@ -199,6 +213,7 @@ class _Run:
         result = train_step(setup.model, setup.optimizer, batches)
         self._check_finite(step, result)
         seconds = time.perf_counter() - started
+        self.longest_step_s = max(self.longest_step_s, seconds)
         tokens = sum(batch.tokens.shape[1] for batch in batches) * self.survey.layout.data
         record = StepRecord(
             step=step,
@@ -243,20 +258,53 @@ class _Run:
         self.lifecycle.advance(Phase.TRAINING, step=step, val_loss=loss)
         return loss
 
-    def _save(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> Saved:
-        self.lifecycle.advance(Phase.SAVING, step=position.step)
-        saved = self._write(position, saver, loss, val_loss)
-        self.lifecycle.advance(Phase.TRAINING, step=position.step)
-        return saved
-
-    def _write(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> Saved:
+    def _begin_save(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> float:
+        """Begin to save; returns for how many seconds that stopped the training."""
         metrics = {name: value for name, value in (("loss", loss), ("val_loss", val_loss)) if value is not None}
-        saved = saver.save(position, metrics)
-        self.last_saved = saved.checkpoint
-        facts: dict[str, Any] = {"num_bytes": saved.num_bytes, "seconds": round(saved.seconds, 3)}
-        self.journal.record("saved", step=position.step, checkpoint=saved.checkpoint.path.name, **facts)
-        self.told.on_saved(position.step, saved.checkpoint.path, saved.num_bytes, saved.seconds)
-        return saved
+        begun = saver.begin(position, metrics)
+        self._tell_outcome(begun.before)
+        if begun.waited_s:
+            self.journal.record("save_waited", step=position.step, seconds=round(begun.waited_s, 3))
+            self.told.on_warning(
+                f"training waited {begun.waited_s:.1f} s before the save of step {position.step}, until the one before"
+                " it was on disk: raise checkpoint.every_steps, or put the run directory on a faster disk"
+            )
+        return begun.waited_s + begun.stall_s
+
+    def _secure(self, position: Position, saver: Saver, loss: float | None, val_loss: float | None) -> float:
+        """Come back when the state of this position is committed; returns the seconds.
+
+        It gets a second try, because no save follows it.
+
+        Raises:
+            SaveFailed: the second try failed too; the checkpoint before is untouched.
+        """
+        started = time.monotonic()
+        for _ in range(2):
+            self._begin_save(position, saver, loss, val_loss)
+            outcome = saver.wait()
+            self._tell_outcome(outcome)
+            if not isinstance(outcome, NotSaved):
+                return time.monotonic() - started
+        assert isinstance(outcome, NotSaved)
+        raise outcome.error
+
+    def _tell_outcome(self, outcome: Outcome | None) -> None:
+        if isinstance(outcome, NotSaved):
+            self.journal.record("save_failed", step=outcome.step, message=str(outcome.error))
+            self.told.on_save_failed(outcome.step, str(outcome.error))
+        if not isinstance(outcome, Saved):
+            return
+        self.last_saved = outcome.checkpoint
+        self.longest_save_s = max(self.longest_save_s, outcome.seconds)
+        path, step = outcome.checkpoint.path, outcome.checkpoint.step
+        facts: dict[str, Any] = {"num_bytes": outcome.num_bytes, "seconds": round(outcome.seconds, 3)}
+        self.journal.record("saved", step=step, checkpoint=path.name, **facts)
+        self.told.on_saved(step, path, outcome.num_bytes, outcome.seconds)
+        if outcome.removed:
+            self.journal.record("pruned", removed=[path.name for path in outcome.removed])
+        if outcome.prune_problem is not None:
+            self.told.on_warning(outcome.prune_problem)
 
     def _drain(
         self,
@@ -271,9 +319,10 @@ class _Run:
         self.journal.record("stop_requested", reason=reason, step=position.step)
         self.told.on_stop(reason)
         self.lifecycle.advance(Phase.DRAINING, step=position.step, reason=reason)
+        self._tell_outcome(saver.wait())
         already = self.last_saved is not None and self.last_saved.step == position.step
         if position.step > 0 and not already:
-            self._write(position, saver, loss, None)
+            self._secure(position, saver, loss, None)
         on_rank0(stop.forget)
         self.lifecycle.advance(Phase.STOPPED, step=position.step)
         return self._result("stopped", position.step, loss=loss, before=before, stop_reason=reason)

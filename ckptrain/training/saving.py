@@ -1,30 +1,32 @@
-"""Save a run: every rank writes its pieces, rank 0 writes the manifest and commits, old checkpoints are pruned."""
+"""Save a run: copy its state to host memory, say what it is, and hand both to the checkpoint writer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import attrs
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file
 from ckptrain.checkpoint.manifest import FileDigest, Manifest, TensorEntry
-from ckptrain.checkpoint.ranks import gather_to_all, on_rank0, together
-from ckptrain.checkpoint.sharded import StoredTensor, files_of_this_rank, save_tensors
-from ckptrain.checkpoint.store import CheckpointStore, save_failures
+from ckptrain.checkpoint.retention import Retention
+from ckptrain.checkpoint.sharded import StoredTensor
+from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.checkpoint.writer import CheckpointWriter, Content, Outcome
 from ckptrain.config.load import flatten
-from ckptrain.errors import SaveFailed
 from ckptrain.lifecycle.facts import LoraSpec
 from ckptrain.megatron.optimizer import step_count
-from ckptrain.megatron.state import rng_state
+from ckptrain.megatron.state import HostCopy, rng_state
 from ckptrain.training.setup import DataSetup, ModelSetup
 from ckptrain.training.start import Survey, versions
 
 ADAPTER_DIRECTORY = "adapter"
 OPTIMIZER_DIRECTORY = "optimizer"
+
+_NOTICED_WAIT_S = 0.05
 
 
 @attrs.frozen(kw_only=True)
@@ -39,99 +41,119 @@ class Position:
 
 
 @attrs.frozen(kw_only=True)
-class Saved:
-    """A checkpoint that is committed."""
+class Begun:
+    """What the beginning of a save cost the training."""
 
-    checkpoint: CommittedCheckpoint
-    num_bytes: int
-    seconds: float
+    before: Outcome | None
+    """How the save before this one ended, where that had not been told yet."""
+    waited_s: float
+    """For the save before this one, because the disk is slower than the interval between saves; 0 as a rule."""
+    stall_s: float
+    """For the copy to host memory, and where saves are synchronous for all of it."""
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Saves one run; entered once the model is restored, and left when the last save has ended."""
 
-    def __init__(self, survey: Survey, data: DataSetup, setup: ModelSetup, run_dir: Path, run_id: str) -> None:
+    def __init__(
+        self,
+        survey: Survey,
+        data: DataSetup,
+        setup: ModelSetup,
+        run_dir: Path,
+        run_id: str,
+        may_commit: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Allocate the host memory of a save, so that the first costs what the others do; collective."""
+        options = survey.config.checkpoint
         self._survey = survey
         self._setup = setup
-        self._store = CheckpointStore(run_dir)
         self._run_id = run_id
         self._data = attrs.evolve(survey.data, num_samples=len(data.train.samples), num_rows=len(data.train.rows))
+        self._adapters = HostCopy(setup.store.adapters())
+        self._optimizer = HostCopy(setup.store.optimizer(setup.optimizer))
+        self._writer = CheckpointWriter(
+            CheckpointStore(run_dir),
+            Retention.of(options),
+            asynchronous=options.asynchronous,
+            may_commit=may_commit,
+        )
 
-    def save(self, position: Position, metrics: Mapping[str, float]) -> Saved:
-        """Write, commit, and prune; collective.
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
 
-        Raises:
-            SaveFailed: on every rank where it failed on any; what was committed before is untouched.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def begin(self, position: Position, metrics: Mapping[str, float]) -> Begun:
+        """Begin to save the state of this moment; collective.
+
+        The host copies are those of the save before, so that one is waited for: a slow disk slows the training down
+        rather than filling the memory.
         """
         started = time.monotonic()
-        staging = on_rank0(lambda: self._store.stage(position.step))
-        try:
-            tensors = self._write_tensors(staging)
-            # Barrier by the gather: rank 0 may commit only what every rank has written, synced and hashed.
-            digests: dict[str, FileDigest] = {}
-            for part in gather_to_all(together(lambda: _digest_own_files(staging))):
-                digests |= part
-            step_of_adam = step_count(self._setup.optimizer)
-            checkpoint = on_rank0(
-                lambda: self._store.commit(staging, self._manifest(position, metrics, tensors, digests, step_of_adam))
+        before = self._writer.wait()
+        waited = time.monotonic() - started
+        adapters, moments = self._adapters.take(), self._optimizer.take()
+        self._writer.begin(
+            Content(
+                step=position.step,
+                parts={
+                    ADAPTER_DIRECTORY: self._adapters.state,
+                    OPTIMIZER_DIRECTORY: {**self._optimizer.state, **rng_state()},
+                },
+                describe=self._describe(position, metrics, step_count(self._setup.optimizer)),
+                ready=lambda: (adapters(), moments()),
             )
-        except SaveFailed:
-            on_rank0(lambda: self._store.discard(staging))
-            raise
-        options = self._survey.config.checkpoint
-        on_rank0(lambda: self._store.prune(options.keep_last, options.keep_best, options.metric, [checkpoint.path]))
-        return Saved(
-            checkpoint=checkpoint,
-            num_bytes=sum(digest.num_bytes for digest in digests.values()),
-            seconds=time.monotonic() - started,
+        )
+        return Begun(
+            before=before,
+            waited_s=waited if waited > _NOTICED_WAIT_S else 0.0,
+            stall_s=time.monotonic() - started - waited,
         )
 
-    def _write_tensors(self, staging: Path) -> dict[str, TensorEntry]:
-        store = self._setup.store
-        adapter = save_tensors(store.adapters().to_save(), staging / ADAPTER_DIRECTORY)
-        moments = store.optimizer(self._setup.optimizer).to_save()
-        rest = save_tensors({**moments, **rng_state()}, staging / OPTIMIZER_DIRECTORY)
-        return {
-            **{name: _entry(tensor, "adapter") for name, tensor in adapter.items()},
-            **{
-                name: _entry(tensor, "rng" if name.startswith("rng.") else "optimizer") for name, tensor in rest.items()
-            },
-        }
+    def ended(self) -> Outcome | None:
+        """Return how the last save ended, once; None while it is under way."""
+        return self._writer.ended()
 
-    def _manifest(
-        self,
-        position: Position,
-        metrics: Mapping[str, float],
-        tensors: Mapping[str, TensorEntry],
-        files: Mapping[str, FileDigest],
-        step_of_adam: int,
-    ) -> Manifest:
+    def wait(self) -> Outcome | None:
+        """Wait for the save that is under way, and return how it ended, once."""
+        return self._writer.wait()
+
+    def _describe(
+        self, position: Position, metrics: Mapping[str, float], step_of_adam: int
+    ) -> Callable[[Mapping[str, Mapping[str, StoredTensor]], Mapping[str, FileDigest]], Manifest]:
         survey = self._survey
-        return Manifest(
-            run_id=self._run_id,
-            step=position.step,
-            consumed_samples=position.consumed_samples,
-            consumed_tokens=position.consumed_tokens,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            base=survey.identity,
-            shape=survey.shape,
-            tokenizer_fingerprint=survey.tokenizer_fingerprint,
-            data=self._data,
-            lora=LoraSpec(settings=survey.config.lora, modules=survey.targets.modules),
-            layout=survey.layout,
-            metrics=metrics,
-            optimizer={"step": step_of_adam},
-            versions=versions(),
-            config=flatten(survey.config),
-            files=files,
-            tensors=tensors,
-        )
+
+        def describe(tensors: Mapping[str, Mapping[str, StoredTensor]], files: Mapping[str, FileDigest]) -> Manifest:
+            return Manifest(
+                run_id=self._run_id,
+                step=position.step,
+                consumed_samples=position.consumed_samples,
+                consumed_tokens=position.consumed_tokens,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                base=survey.identity,
+                shape=survey.shape,
+                tokenizer_fingerprint=survey.tokenizer_fingerprint,
+                data=self._data,
+                lora=LoraSpec(settings=survey.config.lora, modules=survey.targets.modules),
+                layout=survey.layout,
+                metrics=metrics,
+                optimizer={"step": step_of_adam},
+                versions=versions(),
+                config=flatten(survey.config),
+                files=files,
+                tensors={
+                    name: _entry(name, tensor, part) for part in tensors for name, tensor in tensors[part].items()
+                },
+            )
+
+        return describe
 
 
-def _entry(tensor: StoredTensor, group: Any) -> TensorEntry:
+def _entry(name: str, tensor: StoredTensor, directory: str) -> TensorEntry:
+    group: Any = "adapter" if directory == ADAPTER_DIRECTORY else "rng" if name.startswith("rng.") else "optimizer"
     return TensorEntry(shape=tensor.shape, dtype=tensor.dtype, group=group)
-
-
-def _digest_own_files(staging: Path) -> dict[str, FileDigest]:
-    with save_failures(staging):
-        return {path.relative_to(staging).as_posix(): hash_file(path) for path in files_of_this_rank(staging)}

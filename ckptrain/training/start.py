@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shutil
 from pathlib import Path
 
 import attrs
@@ -17,6 +18,7 @@ from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import unproven
+from ckptrain.config.estimate import checkpoint_bytes
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
 from ckptrain.config.schema import RunConfig
@@ -24,9 +26,9 @@ from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.data.records import data_fingerprint
-from ckptrain.errors import ConfigError
+from ckptrain.errors import ConfigError, StartRefused
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
-from ckptrain.lifecycle.start_plan import StartPlan, plan_start
+from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, plan_start
 
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 
@@ -98,7 +100,7 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
             goes by names and sizes.
 
     Raises:
-        StartRefused: the configuration contradicts what is on disk.
+        StartRefused: the configuration contradicts what is on disk, or the disk has no room for a checkpoint.
         CheckpointDamaged: `checkpoint.on_damaged` is refuse and something is damaged, or the adapter's source is.
     """
     config = survey.config
@@ -121,12 +123,38 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
             versions=versions(),
         ),
     )
+    notes = [*survey.targets.notes, *plan.notes]
+    if not isinstance(plan, AlreadyDone):
+        notes += _space_notes(survey, run_dir)
     return Start(
-        plan=attrs.evolve(plan, notes=(*survey.targets.notes, *plan.notes)),
+        plan=attrs.evolve(plan, notes=tuple(notes)),
         checkpoint=newest or source,
         run_id=None if newest is None else newest.manifest.run_id,
         damaged=damaged,
     )
+
+
+def _space_notes(survey: Survey, run_dir: Path) -> list[str]:
+    """Say where the disk has room for few checkpoints; a full file system can fail long before it shows no space.
+
+    Raises:
+        StartRefused: there is none for a single one.
+    """
+    needed = checkpoint_bytes(survey.config, survey.shape, survey.targets).total
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    # Old checkpoints go after the new one is committed, so one more than are kept lie there for a while.
+    wanted = (survey.config.checkpoint.keep_last + 1) * needed
+    found = f"the disk of {run_dir} has {_mb(free)} free, and a checkpoint takes {_mb(needed)}"
+    if free < needed:
+        raise StartRefused("cannot save here", [f"{found}: free some space, or use a --run-dir on another disk"])
+    if free < wanted:
+        return [f"{found}; checkpoint.keep_last={survey.config.checkpoint.keep_last} needs {_mb(wanted)}"]
+    return []
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _newest_whole(

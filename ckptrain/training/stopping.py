@@ -1,10 +1,11 @@
-"""When should a run stop before its last step? Signals, a time limit, a stop file; all ranks agree on the step."""
+"""When should a run stop before its last step? Signals, time limits, a stop file; all ranks agree on the step."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -12,9 +13,13 @@ from typing import Any, Self
 from ckptrain.checkpoint.ranks import gather_to_all
 
 STOP_FILE = "stop"
+SLURM_END_TIME = "SLURM_JOB_END_TIME"
+"""When Slurm will end the job, in seconds since the epoch: https://slurm.schedmd.com/sbatch.html (output variables)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A scheduler may signal the launcher and its processes at once, so that one request arrives here twice.
 _SAME_REQUEST_S = 1.0
+# What a scheduler's end leaves for a save, besides what saves and steps have taken so far: clocks and disks differ.
+_SLURM_MARGIN_S = 60.0
 
 
 class StopRequests:
@@ -26,6 +31,7 @@ class StopRequests:
     def __init__(self, run_dir: Path, max_minutes: float | None) -> None:
         self._stop_file = run_dir / STOP_FILE
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._end_of_job = _end_of_job(os.environ)
         self._signal: str | None = None
         self._signalled_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -56,19 +62,36 @@ class StopRequests:
             signal.signal(number, handler)
         self._previous = {}
 
-    def reason(self) -> str | None:
-        """Return why to stop now, or None; collective: the first rank that has a reason decides for all."""
-        return next((reason for reason in gather_to_all(self._own_reason()) if reason is not None), None)
+    def reason(self, needed_s: float = 0.0) -> str | None:
+        """Return why to stop now, or None; collective: the first rank that has a reason decides for all.
+
+        `needed_s` is how long another step and a save may take, which must fit in before a scheduler ends the job. It
+        is 0 as long as this start has made no step: a job too short for one would be requeued for ever without it.
+        """
+        return next((reason for reason in gather_to_all(self._own_reason(needed_s)) if reason is not None), None)
 
     def forget(self) -> None:
         """Take the stop file away, so that the next start does not stop at once; for rank 0."""
         self._stop_file.unlink(missing_ok=True)
 
-    def _own_reason(self) -> str | None:
+    def _own_reason(self, needed_s: float) -> str | None:
         if self._signal is not None:
             return f"signal {self._signal}"
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "train.max_minutes is over"
+        if self._end_of_job is not None and needed_s > 0:
+            left = self._end_of_job - time.time()
+            if left < needed_s + _SLURM_MARGIN_S:
+                return f"Slurm ends the job in {left:.0f} s ({SLURM_END_TIME})"
         if self._stop_file.exists():
             return f"the file {self._stop_file} asks for it"
         return None
+
+
+def _end_of_job(environment: Mapping[str, str]) -> float | None:
+    """Return when Slurm ends the job, in seconds since the epoch; None where it does not or is not there."""
+    try:
+        end = float(environment[SLURM_END_TIME])
+    except (KeyError, ValueError):
+        return None
+    return end if end > 0 else None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckptrain.checkpoint.integrity import hash_file
 from ckptrain.checkpoint.sharded import (
     Shard,
     ShardedState,
@@ -33,8 +34,9 @@ def in_pieces(*rows: slice, data: torch.Tensor = WHOLE) -> ShardedState:
 
 def test_pieces_are_read_in_other_pieces(tmp_path: Path) -> None:
     """Saved as 1 + 3 rows, read as 2 + 2, and whole by torch alone."""
-    stored = save_tensors({"weight": in_pieces(slice(0, 1), slice(1, 4))}, tmp_path)
-    assert stored == {"weight": StoredTensor(shape=(4, 6), dtype="float32")}
+    written = save_tensors({"weight": in_pieces(slice(0, 1), slice(1, 4))}, tmp_path)
+    assert written.tensors == {"weight": StoredTensor(shape=(4, 6), dtype="float32")}
+    assert written.files == {name: hash_file(tmp_path / name) for name in (".metadata", "__0_0.distcp")}
     target = torch.zeros(4, 6)
     load_tensors({"weight": in_pieces(slice(0, 2), slice(2, 4), data=target)}, tmp_path)
     assert torch.equal(target, WHOLE)

@@ -12,6 +12,7 @@ import pytest
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
 from ckptrain.checkpoint.manifest import Manifest, WrittenByNewer
+from ckptrain.checkpoint.retention import Retention
 from ckptrain.checkpoint.store import (
     CheckpointStore,
     DamagedCheckpoint,
@@ -20,6 +21,7 @@ from ckptrain.checkpoint.store import (
     step_of,
 )
 from ckptrain.errors import CkptrainError, SaveFailed
+from ckptrain.lifecycle.journal import Journal
 
 Save = Callable[..., CommittedCheckpoint]
 
@@ -306,26 +308,56 @@ def test_pruning_keeps_the_newest_the_best_and_those_in_use(store: CheckpointSto
     for step, loss in losses.items():
         save(step, {} if loss is None else {"val_loss": loss})
     in_use = store.directory / "step-00000200"
-    removed = store.prune(keep_last=2, keep_best=1, metric="val_loss", in_use=[in_use])
+    removed = store.prune(Retention(keep_last=2, keep_best=1), in_use=[in_use])
     assert steps(store) == [200, 300, 500, 600]
     assert [path.name for path in removed] == ["step-00000100", "step-00000400"]
     assert names(store.directory) == [checkpoint_name(step) for step in (200, 300, 500, 600)]
-
-
-def test_of_two_equally_good_checkpoints_the_newer_is_kept(store: CheckpointStore, save: Save) -> None:
-    """It has seen more."""
-    for step in (100, 200, 300):
-        save(step, {"val_loss": 1.0 if step < 300 else 2.0})
-    store.prune(keep_last=1, keep_best=1)
-    assert steps(store) == [200, 300]
 
 
 def test_pruning_never_removes_the_only_whole_checkpoint(store: CheckpointStore, save: Save) -> None:
     """Damaged ones do not count as newer, and are not removed either."""
     save(100)
     (save(200).path / "state.json").unlink()
-    assert store.prune(keep_last=0) == []
+    assert store.prune(Retention(keep_last=1)) == []
     assert [found.step for found in store.scan()] == [100, 200]
+
+
+def test_what_another_prune_has_removed_already_is_passed_over(
+    store: CheckpointStore, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run and a person prune at once: whoever comes second finds the name gone, at the latest moment there is."""
+    first, second, _ = save(100), save(200), save(300)
+    real = Path.rename
+
+    def be_late(path: Path, target: Path) -> Path:
+        if path == first.path:
+            real(path, target.with_name(".removing-by-another"))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", be_late)
+    assert store.prune(Retention(keep_last=1)) == [second.path]
+    assert steps(store) == [300]
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOENT], ids=["as damage", "as an error"])
+def test_a_checkpoint_that_goes_while_the_directory_is_scanned_is_not_taken_for_damage(
+    store: CheckpointStore, save: Save, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    """A start would put it into quarantine otherwise, and a prune would fail."""
+    import ckptrain.checkpoint.store as module
+
+    first, _ = save(100), save(200)
+    real = module.open_checkpoint
+
+    def lose(path: Path) -> CommittedCheckpoint:
+        if path == first.path:
+            shutil.rmtree(path)
+            if error is not None:
+                raise CkptrainError(f"cannot read {path}: {os.strerror(error)}")
+        return real(path)
+
+    monkeypatch.setattr(module, "open_checkpoint", lose)
+    assert [found.step for found in store.scan()] == [200]
 
 
 def test_a_crash_in_a_removal_leaves_no_half_under_a_final_name(
@@ -342,7 +374,7 @@ def test_a_crash_in_a_removal_leaves_no_half_under_a_final_name(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", crash)
         with pytest.raises(Crash):
-            store.prune(keep_last=1)
+            store.prune(Retention(keep_last=1))
     assert [found.step for found in store.scan()] == [200]
     assert store.damaged() == []
     store.clean_staging()
@@ -362,7 +394,7 @@ def test_a_removal_that_the_disk_refuses_is_told(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", refuse)
         with pytest.raises(SaveFailed, match="Permission denied while removing"):
-            store.prune(keep_last=1)
+            store.prune(Retention(keep_last=1))
     assert steps(store) == [100, 200]
 
 
@@ -386,3 +418,17 @@ def test_what_is_committed_is_what_was_given(store: CheckpointStore, save: Save,
     newest = store.newest()
     assert newest is not None
     assert attrs.evolve(newest.manifest, step=manifest.step) == manifest
+
+
+def test_a_checkpoint_of_another_run_is_damage(store: CheckpointStore, save: Save) -> None:
+    """Whole as it is, going on from it would be going on with another training; without a journal nobody can tell."""
+    save(100)
+    assert [checkpoint.step for checkpoint in store.committed()] == [100]
+    Journal(store.run_dir / "journal.jsonl").record("plan", plan="FreshStart", run_id="of-this-run")
+    [stranger] = CheckpointStore(store.run_dir).scan()
+    assert isinstance(stranger, DamagedCheckpoint)
+    assert stranger.problems == (
+        "it is of another run: its run_id is 20261130-120000-abcd, that of the run here is of-this-run",
+    )
+    Journal(store.run_dir / "journal.jsonl").record("plan", plan="Resume", run_id="20261130-120000-abcd")
+    assert CheckpointStore(store.run_dir).damaged() == []

@@ -1,19 +1,21 @@
-"""A small model directory, a config for it, and real checkpoints of small files, for the tests of the command line."""
+"""A small model directory, a config for it, and real checkpoints of small tensors, for the tests of the command line."""
 
-import hashlib
 import json
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import orjson
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from ckptrain import api
-from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.manifest import FileDigest, Manifest, TensorEntry
+from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file
+from ckptrain.checkpoint.manifest import Manifest, TensorEntry
+from ckptrain.checkpoint.sharded import save_tensors
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.cli.main import cli
 from ckptrain.config.load import dump_config, flatten, load_config
@@ -33,10 +35,10 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-_CONTENTS = {"adapter/__0_0.distcp": bytes(range(256)) * 8, "optimizer/__0_0.distcp": b"moments" * 300}
 
 Ask = Callable[..., Result]
 Save = Callable[..., CommittedCheckpoint]
+State = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @pytest.fixture
@@ -100,17 +102,23 @@ def run_dir(tmp_path: Path, config_file: Path) -> Path:
 
 @pytest.fixture
 def save(run_dir: Path) -> Save:
-    """Return a function that commits a checkpoint of a step of that run, as training does."""
+    """Return a function that commits a checkpoint of a step of that run, as training does.
+
+    It takes the tensors, by directory, and fields of the manifest, where they are to be others.
+    """
     config = load_config(run_dir / "run.yaml")
     survey, _ = api.plan(config, run_dir=run_dir)
     module = survey.targets.modules[0]
 
-    def save_step(step: int, metrics: Mapping[str, float] | None = None) -> CommittedCheckpoint:
+    def save_step(
+        step: int, metrics: Mapping[str, float] | None = None, state: State | None = None, **fields: Any
+    ) -> CommittedCheckpoint:
         store = CheckpointStore(run_dir)
         staging = store.stage(step)
-        for path, content in _CONTENTS.items():
-            (staging / path).parent.mkdir()
-            (staging / path).write_bytes(content)
+        stored = {
+            directory: save_tensors(tensors, staging / directory).tensors
+            for directory, tensors in (state or tensors_of(module)).items()
+        }
         manifest = Manifest(
             run_id="abcd",
             step=step,
@@ -128,15 +136,30 @@ def save(run_dir: Path) -> Save:
             versions=versions(),
             config=flatten(config),
             files={
-                path: FileDigest(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-                for path, content in _CONTENTS.items()
+                path.relative_to(staging).as_posix(): hash_file(path) for path in staging.rglob("*") if path.is_file()
             },
             tensors={
-                f"{module}.adapter.linear_in.weight": TensorEntry(shape=(8, 64), dtype="bfloat16", group="adapter"),
-                "optimizer.moment": TensorEntry(shape=(8, 64), dtype="float32", group="optimizer"),
-                "rng.rank0": TensorEntry(shape=(16,), dtype="uint8", group="rng"),
+                name: TensorEntry(shape=tensor.shape, dtype=tensor.dtype, group=group_of(name, directory))
+                for directory, tensors in stored.items()
+                for name, tensor in tensors.items()
             },
         )
-        return store.commit(staging, manifest)
+        return store.commit(staging, attrs.evolve(manifest, **fields))
 
     return save_step
+
+
+def tensors_of(module: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the state of an adapter of one module after its first step, by directory."""
+    a, b = torch.linspace(-1, 1, 512).view(8, 64), torch.linspace(0, 3, 1024).view(128, 8)
+    names = (f"{module}.adapter.linear_in.weight", f"{module}.adapter.linear_out.weight")
+    moments = {f"optimizer.state.exp_avg.{name}": tensor / 10 for name, tensor in zip(names, (a, b), strict=True)}
+    return {
+        "adapter": dict(zip(names, (a.bfloat16(), b.bfloat16()), strict=True)),
+        "optimizer": {**moments, "rng.rank00000.default": torch.arange(16, dtype=torch.uint8)},
+    }
+
+
+def group_of(name: str, directory: str) -> Any:
+    """Return the group of a tensor."""
+    return "rng" if name.startswith("rng.") else directory

@@ -68,7 +68,16 @@ def test_a_run_with_another_run_directory_is_a_usage_error(ask: Ask, run_dir: Pa
 
 
 @pytest.mark.parametrize(
-    ("command", "status"), [(["plan"], 0), (["status"], 0), (["verify"], 0), (["plan", "lora.dim=16"], 69)]
+    ("command", "status"),
+    [
+        (["plan"], 0),
+        (["status"], 0),
+        (["verify"], 0),
+        (["inspect"], 0),
+        (["diff", "."], 0),
+        (["prune"], 0),
+        (["plan", "lora.dim=16"], 69),
+    ],
 )
 def test_answers_about_a_run_load_nothing_heavy(run_dir: Path, save: Save, command: list[str], status: int) -> None:
     """They answer at once, also where torch is broken."""
@@ -80,7 +89,7 @@ def test_answers_about_a_run_load_nothing_heavy(run_dir: Path, save: Save, comma
         "try:\n    m.main()\nfinally:\n"
         f"    print('heavy', [name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=run_dir)
     assert done.returncode == status, done.stderr
     assert "heavy []" in done.stdout
 
@@ -102,7 +111,7 @@ def test_status_of_a_stopped_run_says_why_and_what_comes_next(
     """Phase, reason, losses, checkpoints and the plan of the next start, in text and in JSON."""
     from ckptrain.lifecycle.journal import Journal
 
-    save(50, {"val_loss": 1.25})
+    manifest = save(50, {"val_loss": 1.25}).manifest
     journal = Journal(run_dir / "journal.jsonl")
     journal.record("stop_requested", reason="signal SIGTERM", step=60)
     journal.record("phase", **{"from": "DRAINING", "to": "STOPPED"})
@@ -113,7 +122,7 @@ def test_status_of_a_stopped_run_says_why_and_what_comes_next(
     assert (report["phase"], report["reason"], report["seems_dead"]) == ("STOPPED", "signal SIGTERM", False)
     assert (report["step"], report["steps"], report["loss"], report["val_loss"]) == (60, 100, 1.5, 1.25)
     assert [(c["name"], c["health"], c["num_bytes"]) for c in report["checkpoints"]] == [
-        ("step-00000050", "whole", 2048 + 2100)
+        ("step-00000050", "whole", sum(file.num_bytes for file in manifest.files.values()))
     ]
     assert report["next"]["plan"]["plan"] == "Resume"
     text = ask("status", run_dir).stdout
@@ -137,6 +146,40 @@ def test_status_tells_a_process_that_died_from_one_that_works(ask_json: AskJson,
     report = ask_json("status", run_dir)
     assert report["seems_dead"] is True
     assert report["phase"] == "TRAINING"
+
+
+HOLD = """
+import pathlib, sys
+from ckptrain.checkpoint.lock import hold
+with hold(pathlib.Path(sys.argv[1])):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_status_knows_the_process_that_holds_the_directory(ask: Ask, ask_json: AskJson, run_dir: Path) -> None:
+    """One that is there is not dead however long it is silent, and one that was killed is dead at once."""
+    import os
+
+    from ckptrain.lifecycle.journal import Journal
+
+    journal = run_dir / "journal.jsonl"
+    Journal(journal).record("phase", **{"from": "OPTIMIZER_BUILT", "to": "TRAINING"})
+    os.utime(journal, (0, 0))
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        report = ask_json("status", run_dir)
+        text = ask("status", run_dir).stdout
+        process.kill()
+    assert report["seems_dead"] is False
+    assert (report["holder"]["pid"], report["holder"]["alive"]) == (process.pid, True)
+    assert f"process {process.pid} on " in text
+    os.utime(journal)
+    report = ask_json("status", run_dir)
+    assert (report["seems_dead"], report["holder"]["alive"]) == (True, False)
+    assert "died in it" in " ".join(ask("status", run_dir).stdout.split())
 
 
 def test_status_shows_the_reason_where_the_next_start_is_refused(
@@ -187,10 +230,18 @@ def test_an_intact_run_verifies(ask: Ask, run_dir: Path, save: Save) -> None:
     save(25)
     result = ask("verify", run_dir)
     assert result.exit_code == 0
-    assert "2 files" in result.stdout
+    assert "4 files" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "resume"])
+def test_commands_are_listed_in_the_order_of_a_runs_life(ask: Ask) -> None:
+    """Not by the alphabet: who reads the help for the first time starts at the top."""
+    lines = [line.split() for line in ask("--help").stdout.split("Commands:")[1].splitlines()]
+    listed = [words[0] for words in lines if words]
+    order = ["run", "resume", "plan", "status", "inspect", "diff", "verify", "prune", "export"]
+    assert [name for name in listed if name in order] == order
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "resume", "prune"])
 def test_a_path_that_is_no_run_is_a_usage_error(ask: Ask, tmp_path: Path, command: str) -> None:
     """The message says what was expected there."""
     result = ask(command, tmp_path / "nothing")

@@ -20,9 +20,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.manifest import Manifest, TensorEntry
-from ckptrain.checkpoint.sharded import files_of_this_rank, save_tensors
+from ckptrain.checkpoint.sharded import save_tensors
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.base import locate_base
 from ckptrain.config.identity import base_identity
@@ -143,7 +143,7 @@ def save(tmp_path: Path) -> Save:
         adapter = change(random_adapter(modules, config.lora.dim, base.shape))
         store = CheckpointStore(tmp_path / "run")
         staging = store.stage(step)
-        stored = save_tensors(adapter, staging / "adapter")
+        written = save_tensors(adapter, staging / "adapter")
         return store.commit(
             staging,
             Manifest(
@@ -162,10 +162,10 @@ def save(tmp_path: Path) -> Save:
                 optimizer={},
                 versions={"ckptrain": "0.1.0"},
                 config=flatten(config),
-                files={path.relative_to(staging).as_posix(): hash_file(path) for path in files_of_this_rank(staging)},
+                files={f"adapter/{name}": digest for name, digest in written.files.items()},
                 tensors={
                     name: TensorEntry(shape=tensor.shape, dtype=tensor.dtype, group="adapter")
-                    for name, tensor in stored.items()
+                    for name, tensor in written.tensors.items()
                 },
             ),
         )

@@ -50,7 +50,7 @@ def compare(base: Any, save: Save, tmp_path: Path) -> None:
 
     from ckptrain.megatron.adapters import adapter_parameters, attach_adapters
     from ckptrain.megatron.model import build_model, load_base_weights, open_bridge
-    from ckptrain.megatron.state import AdapterStore
+    from ckptrain.megatron.state import AdapterStore, HostCopy
 
     manifest = save(base, step=1).manifest  # for its configuration and modules
     config = load_config(unflatten(manifest.config))
@@ -62,8 +62,9 @@ def compare(base: Any, save: Save, tmp_path: Path) -> None:
     for adapter in adapters:
         torch.nn.init.normal_(adapter.parameter, std=0.1)
 
-    state = AdapterStore(adapters, base.shape.num_layers).adapters().to_save()
-    checkpoint = save(base, step=2, change=lambda _: state)
+    copy = HostCopy(AdapterStore(adapters, base.shape.num_layers).adapters())
+    copy.take()()
+    checkpoint = save(base, step=2, change=lambda _: copy.state)
     export_adapter(checkpoint.path, tmp_path / "out")
 
     ours = load_file(tmp_path / "out" / "adapter_model.safetensors")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from support.launch import launch
-from support.tiny import write_chats
+from tiny import write_chats
 
 from ckptrain.config.base import locate_base
 from ckptrain.config.load import load_config

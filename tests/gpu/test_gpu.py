@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.tiny import write_chats, write_llama
+from tiny import write_chats, write_llama
 
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]")))
 pytestmark = [

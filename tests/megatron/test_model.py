@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import launch
-from support.tiny import LLAMA3_ROPE, write_llama, write_tokenizer
+from tiny import LLAMA3_ROPE, write_llama, write_tokenizer
 
 from ckptrain.config.schema import RunConfig
 from ckptrain.convert.parity import load_huggingface

@@ -1,1 +1,1 @@
-"""What several test rooms share: a tiny model with a tokenizer, and a launcher of forked ranks."""
+"""What several test rooms share; the tiny model and the launcher of forked ranks are in tools/."""

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from support.launch import Ranks, launch, run_training
-from support.tiny import write_chats, write_llama
+from tiny import write_chats, write_llama
 
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.schema import RunConfig
@@ -26,9 +26,11 @@ from ckptrain.errors import (
 )
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.megatron.step import StepResult
+from ckptrain.training import directory as directory_module
 from ckptrain.training import run as run_module
 from ckptrain.training.directory import claimed
 from ckptrain.training.observers import Observer, StepRecord
+from ckptrain.training.start import survey_run
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -131,6 +133,24 @@ def test_a_second_run_in_the_same_directory_is_refused(tiny_config: Callable[...
     """It would remove the first one's half-written save."""
     with claimed(started), pytest.raises(StartRefused, match="another run is at work"):
         launch(1, lambda: run_training(tiny_config("train.steps=4"), started))
+
+
+def test_ranks_that_do_not_share_a_disk_are_refused_at_the_start(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has a run directory of the same name on a disk of its own: nothing is loaded, and both hear why."""
+    monkeypatch.setattr(directory_module, "_LATE_S", 0.2)
+
+    def on_rank() -> Any:
+        # The path is the same string on both, and leads somewhere else in each process.
+        home = tmp_path / os.environ["RANK"]
+        home.mkdir()
+        os.chdir(home)
+        return run_module.run_training(survey_run(tiny_config(), 2), Path("run"))
+
+    with pytest.raises(ConfigError, match="must be on a disk that all hosts share"):
+        launch(2, on_rank, timeout_s=60)
+    assert not (tmp_path / "1/run").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(

@@ -14,6 +14,7 @@ from support.launch import Ranks, launch, run_training
 
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
+from ckptrain.training import saving as saving_module
 from ckptrain.training.observers import Observer
 from ckptrain.training.run import RunResult
 
@@ -135,3 +136,21 @@ def test_what_a_resume_leaves_out_is_said(tiny_config: Callable[..., RunConfig],
     assert receipt["tensors_per_rank"] == [[8, 8]]
     plan = [event for event in events if event["event"] == "plan"][-1]
     assert any("optimizer" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_generators_of_another_platform_are_seeded_and_that_is_said(
+    world_size: int, tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's states have the names of a CPU's and another size: adapters, moments and step move, random states do not."""
+    config = tiny_config("train.steps=2", "optimizer.schedule=constant", DROPOUT)
+    with monkeypatch.context() as patch:
+        own = saving_module.rng_state
+        patch.setattr(saving_module, "rng_state", lambda: {name: state[:16].clone() for name, state in own().items()})
+        launch(world_size, lambda: run_training(config, tmp_path))
+    longer = tiny_config("train.steps=3", "optimizer.schedule=constant", DROPOUT)
+    [result, *_] = launch(world_size, lambda: run_training(longer, tmp_path))
+    assert (result.plan.kind, result.status) == ("Resume", "finished")
+    [receipt] = [event for event in read_journal(tmp_path / "journal.jsonl") if event["event"] == "receipt"]
+    assert receipt["rng"] == "seeded from (seed, step, rank): the checkpoint's generators are another platform's"
+    assert receipt["tensors_per_rank"][0] == [24, 24]
