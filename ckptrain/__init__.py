@@ -1,6 +1,6 @@
 """ckptrain: checkpoint-centric, resumable LoRA fine-tuning under Megatron.
 
-The four verbs below are all that a larger program needs. They are imported when first used, so `import ckptrain` costs
+The verbs below are all that a larger program needs. They are imported when first used, so `import ckptrain` costs
 nothing and loads neither torch nor megatron.
 """
 
@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptrain.api import export, plan, resume, run
+    from ckptrain.api import export, merge, plan, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["export", "plan", "resume", "run"]
+__all__ = ["export", "merge", "plan", "resume", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
+    from ckptrain.convert.merge import Merge
     from ckptrain.convert.to_peft import Export
     from ckptrain.training.observers import Observer
     from ckptrain.training.run import RunResult
@@ -121,14 +122,40 @@ def export(
     *,
     dtype: str = "float32",
     overwrite: bool = False,
+    verify: bool | None = None,
 ) -> Export:
     """Write the adapter of a checkpoint (or of a run's newest one) as a Hugging Face PEFT directory.
 
+    With `verify` its logits under Hugging Face are compared with those under Megatron first; None does so where the
+    base is on this machine and small.
+
     Raises:
+        AdapterMismatch: the logits differ; nothing is written.
         CkptrainError: the path is no checkpoint, it is damaged, or `out` exists and `overwrite` is false.
     """
     from ckptrain.convert.to_peft import export_adapter
 
     source = resolve_checkpoint(Path(checkpoint))
     with reading(source):
-        return export_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite)
+        return export_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite, verify=verify)
+
+
+def merge(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    verify: bool | None = None,
+) -> Merge:
+    """Write the base with the adapter of a checkpoint (or of a run's newest one) in its weights.
+
+    Raises:
+        AdapterMismatch: with `verify`, the merged model does not compute what was trained; nothing is written.
+        CkptrainError: the path is no checkpoint, the base is not here, or `out` exists and `overwrite` is false.
+    """
+    from ckptrain.convert.merge import merge_adapter
+
+    source = resolve_checkpoint(Path(checkpoint))
+    with reading(source):
+        return merge_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite, verify=verify)

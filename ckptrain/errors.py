@@ -92,3 +92,7 @@ class PhaseError(CkptrainError):
 
 class ModelMismatch(CkptrainError):
     """The model built under Megatron does not compute what the base model computes."""
+
+
+class AdapterMismatch(ProblemsError):
+    """What was made of an adapter for others does not compute what the adapter computes; nothing was written."""

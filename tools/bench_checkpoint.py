@@ -223,7 +223,7 @@ def _show_case(case: Mapping[str, Any], console: Console) -> None:
         )
     console.print(table)
     bounds = ", ".join(f"{name.removesuffix('_s')} {_seconds(value)}" for name, value in case["predicted_s"].items())
-    console.print(f"expected at least of {OURS}: {bounds}")
+    console.print(f"expected of {OURS}, from the parts of the yardstick: {bounds}")
     for part in case["interference"]:
         console.print(
             f"a step while {part['name']} saves: {_seconds(part['step_while_saving_s'])} instead of"

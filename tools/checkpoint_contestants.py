@@ -25,7 +25,10 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from ckptrain.checkpoint.integrity import open_checkpoint, verify_files
 from ckptrain.checkpoint.ranks import rank
@@ -316,9 +319,6 @@ class HuggingFace(Contestant):
     def restore(self, step: int) -> None:
         if rank() != 0:
             return
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
         set_peft_model_state_dict(self._model, load_file(self.place(step) / "adapter_model.safetensors"))
         loaded = torch.load(self.place(step) / "optimizer.pt")
         for number, moments in self._optimizer.state_dict()["state"].items():
@@ -328,9 +328,6 @@ class HuggingFace(Contestant):
 
 def _peft_model(survey: Survey) -> Any:
     """Return a Phi-3 of this shape without memory, whose adapters have some."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import Phi3Config, Phi3ForCausalLM
-
     shape = survey.shape
     with torch.device("meta"):
         base = Phi3ForCausalLM(

@@ -74,6 +74,8 @@ class Sample:
 
 def measure(case: Case, directory: Path) -> dict[str, Any]:
     """Let all contestants save and restore a case in processes of its own, and return the numbers for JSON."""
+    import checkpoint_contestants  # noqa: F401  # here, before the fork, and so once
+
     _write_base(directory / "base", case)
     result: dict[str, Any] = launch(case.ranks, lambda: _on_rank(case, directory), TIMEOUT_S)[0]
     shutil.rmtree(directory)

@@ -45,7 +45,7 @@ class Pace:
 
     beat_s: float = 5.0
     """Seconds between two beats, and between two looks of a start that watches."""
-    patience: int = 6
+    patience: int = 12
     """Looks in a row without a beat after which a holder counts as dead. Looks and not seconds: while the file system
     hangs, the look hangs as well as the beat."""
 
@@ -146,9 +146,9 @@ class Claim:
                 f"cannot read {self.path}: {error.strerror}; it tells whether this run still holds its directory, and"
                 " without that nothing is committed; see that the disk is there, and run it again"
             ) from error
-        if newest.number == self.number and newest.is_of(self.token):
+        if newest.is_of(self.token):
             return
-        record = None if newest.number == self.number else newest.record()
+        record = newest.record()
         successor = f"by {record.holder().describe()}" if record is not None else f"or {self.path} was removed by hand"
         raise ClaimLost(
             f"this run no longer holds {self.run_dir}: it was suspended or cut off for so long that it counted as dead,"
@@ -171,9 +171,9 @@ def hold(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = la
         OSError: the directory cannot be read or written.
     """
     kernel = FileLock(run_dir / LOCK, timeout=0, fallback_to_soft=False)
-    locked_out = _is_locked_out(kernel)
+    locked = _lock(kernel)
     try:
-        claim, record = _take(run_dir, pace, tell, locked_out=locked_out)
+        claim, record = _take(run_dir, pace, tell, locked=locked)
         with _beating(claim.path, record):
             for older in _numbers(run_dir):
                 if older < claim.number:
@@ -192,26 +192,27 @@ def holder(run_dir: Path) -> Holder | None:
     return None if record is None or record.released else record.holder()
 
 
-def _is_locked_out(kernel: FileLock) -> bool:
-    """Take the kernel's lock where the file system has one, and tell whether another process holds it."""
+def _lock(kernel: FileLock) -> bool | None:
+    """Take the kernel's lock; False where another process has it, None where the file system has no such lock."""
     try:
         kernel.acquire()
     except Timeout:
-        return True
+        return False
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
-    return False
+        return None
+    return True
 
 
-def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked_out: bool) -> tuple[Claim, _Record]:
+def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked: bool | None) -> tuple[Claim, _Record]:
     """Become the holder, or find that there is one; every turn of the loop follows something that another run did."""
     newest = _newest(run_dir)
     while True:
         record, held = newest.record(), _is_held(newest)
-        if held:
+        if held and not locked:
             raise _refusal(run_dir, record)
-        if held is None or locked_out:
+        if held is not False or locked is False:
             later = _watch(run_dir, newest, pace, tell)
             if later != newest:
                 moved = later.record()
@@ -221,7 +222,7 @@ def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked_ou
                 continue
             # A silent holder may leave a lock behind: a lost host with the daemon of its server, a parent with its
             # child. Then the record decides; a lock without a record is somebody else's.
-            if locked_out and (record is None or record.released):
+            if locked is False and (record is None or record.released):
                 raise _refusal(run_dir, None)
         if (taken := _create(run_dir, newest.number + 1, pace)) is not None:
             return taken
@@ -229,11 +230,11 @@ def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked_ou
 
 
 def _is_held(newest: _Sight) -> bool | None:
-    """Tell whether the newest holder is at work; None where only watching it can tell."""
+    """Tell whether the newest holder's process is there; None where only watching the record can tell."""
     record = newest.record()
     if newest.number == 0 or (record is not None and record.released):
         return False
-    # Of this very process it may be one that beats, or one that could not be marked as released.
+    # One of this very process may be at work, or one that the disk did not let be marked as released.
     return None if record is None or record.pid == os.getpid() else _is_alive(record)
 
 
@@ -241,8 +242,8 @@ def _watch(run_dir: Path, newest: _Sight, pace: Pace, tell: Callable[[str], obje
     """Return the first sight that differs from `newest`, or `newest` once patience is over."""
     record = newest.record()
     beat_s = pace.beat_s if record is None else max(pace.beat_s, record.beat_s)
-    whom = "a run that is starting" if record is None else record.holder().describe()
-    tell(f"waiting for up to {beat_s * pace.patience:g} s for a sign of life of {whom}, which holds {run_dir}")
+    whom = "a run that is starting" if record is None or record.released else record.holder().describe()
+    tell(f"{run_dir} is held by {whom}: waiting up to {beat_s * pace.patience:g} s for a sign of life")
     for _ in range(pace.patience):
         time.sleep(beat_s)
         later = _newest(run_dir, at_least=newest.number)
@@ -266,10 +267,11 @@ def _create(run_dir: Path, number: int, pace: Pace) -> tuple[Claim, _Record] | N
         held_s=0.0,
     )
     try:
-        with path.open("xb") as file:
-            file.write(record.to_bytes())
+        path.touch(exist_ok=False)
     except FileExistsError:
         return None
+    try:
+        path.write_bytes(record.to_bytes())
     except OSError:
         path.unlink(missing_ok=True)
         raise

@@ -38,12 +38,20 @@ def resolve_checkpoint(path: Path) -> CommittedCheckpoint:
             f"{path} is what an unfinished save or removal has left, not a checkpoint; {_EXPECTED}"
         )
     if (path / MANIFEST_NAME).exists():
-        return open_checkpoint(path)
+        return _named(path)
     if (path / CHECKPOINTS).is_dir():
         return _newest(path)
     if path.name == CHECKPOINTS and path.is_dir():
         return _newest(path.parent)
     raise CheckpointNotFound(f"{path} {_appearance(path)}; {_EXPECTED}")
+
+
+def _named(path: Path) -> CommittedCheckpoint:
+    checkpoint = open_checkpoint(path)
+    if step_of(path.name) not in (None, checkpoint.step):
+        problem = f"its manifest is that of step {checkpoint.step}: it was renamed"
+        raise CheckpointDamaged(f"{path} is damaged", [problem])
+    return checkpoint
 
 
 def _newest(run_dir: Path) -> CommittedCheckpoint:

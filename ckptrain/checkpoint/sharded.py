@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.futures import Future
 
 from ckptrain.checkpoint.dcp_metadata import read_dcp_metadata
 from ckptrain.checkpoint.manifest import FileDigest
@@ -171,6 +172,10 @@ class _Writer(dcp.FileSystemWriter):
         return None
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        if not plan.items:  # other ranks save all that this one holds: an empty file would be one more to sync
+            nothing: Future[list[Any]] = Future()
+            nothing.set_result([])
+            return nothing
         try:
             return super().write_data(plan, planner)
         except Exception as error:

@@ -26,7 +26,7 @@ from ckptrain.checkpoint.ranks import Group, gather_to_all, on_rank0, rank, toge
 from ckptrain.checkpoint.retention import Retention
 from ckptrain.checkpoint.sharded import StoredTensor, save_tensors
 from ckptrain.checkpoint.store import CheckpointStore, save_failures
-from ckptrain.errors import CkptrainError, SaveFailed
+from ckptrain.errors import CkptrainError, ClaimLost, SaveFailed
 
 Describe = Callable[[Mapping[str, Mapping[str, StoredTensor]], Mapping[str, FileDigest]], Manifest]
 """Makes the manifest of (tensors by directory, files); called on rank 0, once everything is written."""
@@ -188,7 +188,7 @@ def write_checkpoint(
         # Barrier by the gather: rank 0 may commit only what every rank has written, synced and read back.
         files = {name: digest for part in gather_to_all(own_files, group) for name, digest in part.items()}
         return on_rank0(lambda: _commit(store, staging, content.describe(tensors, files), may_commit), group)
-    except SaveFailed:
+    except (SaveFailed, ClaimLost):
         on_rank0(lambda: store.discard(staging), group)
         raise
 

@@ -1,4 +1,4 @@
-"""`ckptrain export`: a Hugging Face PEFT directory, and how to load it."""
+"""`ckptrain export` and `ckptrain merge`: what Hugging Face reads, what it was let through by, and how to load it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,28 @@ from ckptrain.config.schema import ModelConfig
 from ckptrain.errors import ConfigError
 
 
-def export_answer(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool) -> Answer:
+def export_answer(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool, verify: bool | None) -> Answer:
     """Export an adapter.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
     quiet_libraries()
-    written = api.export(checkpoint, out, dtype=dtype, overwrite=overwrite)
+    written = api.export(checkpoint, out, dtype=dtype, overwrite=overwrite, verify=verify)
     report = {**attrs.asdict(written), "path": str(written.path)}
     return Answer(report=report, show=functools.partial(_show, report))
+
+
+def merge_answer(checkpoint: Path, out: Path, dtype: str | None, *, overwrite: bool, verify: bool | None) -> Answer:
+    """Merge an adapter into its base.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    quiet_libraries()
+    written = api.merge(checkpoint, out, dtype=dtype, overwrite=overwrite, verify=verify)
+    report = {**attrs.asdict(written), "path": str(written.path)}
+    return Answer(report=report, show=functools.partial(_show_merged, report))
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
@@ -46,12 +58,45 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         ("from", f"run {report['run_id']}, step {report['step']}"),
         ("base", report["base"]),
     ]
+    rows += _gate_rows(report)
     if report["warning"]:
         rows.append(("warning", Text(report["warning"], style="yellow")))
     console.print(facts(rows))
     console.print()
     for line in loading_lines(report["base"], report["path"]):
         console.print(line, markup=False, soft_wrap=True, style="cyan")
+
+
+def _show_merged(report: Mapping[str, Any], console: Console) -> None:
+    rows: list[Row] = [
+        ("written", report["path"]),
+        (
+            "",
+            f"{plural(report['merged'], 'weight')} changed, {plural(report['files'], 'file')},"
+            f" {bytes_text(report['num_bytes'])}",
+        ),
+        ("from", f"run {report['run_id']}, step {report['step']}"),
+        ("base", report["base"]),
+    ]
+    console.print(facts([*rows, *_gate_rows(report)]))
+    console.print()
+    for line in (
+        "from transformers import AutoModelForCausalLM",
+        f"model = AutoModelForCausalLM.from_pretrained({report['path']!r})",
+    ):
+        console.print(line, markup=False, soft_wrap=True, style="cyan")
+
+
+def _gate_rows(report: Mapping[str, Any]) -> list[Row]:
+    """Return the three numbers of the comparison, or why there was none."""
+    gate = report["gate"]
+    if gate is None:
+        return [("verified", Text(f"no: {report['gate_reason']}", style="yellow"))]
+    return [
+        ("verified", Text(f"logits of {gate['tokens']} tokens, float32", style="green")),
+        ("", f"{gate['difference']:.3g} from those under Megatron, at most {gate['allowed']:.3g} allowed"),
+        ("", f"{gate['effect']:.3g} from those of the base alone"),
+    ]
 
 
 def loading_lines(base: str, path: str) -> list[str]:

@@ -91,6 +91,18 @@ def _run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--overwrite", is_flag=True, help="Replace an earlier one at OUT.")(command)
+
+
+def _verify_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--verify/--no-verify",
+        default=None,
+        help="Compare logits with those under Megatron first; left out, where the base is here and small.",
+    )(command)
+
+
 def _overrides(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
 
@@ -251,16 +263,38 @@ def prune(
     show_default=True,
     help="Type of the weights written.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT where it is there.")
+@_overwrite_option
+@_verify_option
 @_json_option()
-def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool) -> Answer:
+def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool, verify: bool | None) -> Answer:
     """Write an adapter for Hugging Face PEFT.
 
-    CKPT is a checkpoint, or a run, whose newest is taken; the base model is not needed.
+    CKPT is a checkpoint, or a run, whose newest is taken; the base model is needed for --verify only.
     """
     from ckptrain.cli.export import export_answer
 
-    return export_answer(checkpoint, out, dtype, overwrite=overwrite)
+    return export_answer(checkpoint, out, dtype, overwrite=overwrite, verify=verify)
+
+
+@cli.command()
+@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Type of the weights written; left out, each keeps that of the base.",
+)
+@_overwrite_option
+@_verify_option
+@_json_option()
+def merge(checkpoint: Path, out: Path, dtype: str | None, *, overwrite: bool, verify: bool | None) -> Answer:
+    """Write the base model with an adapter in its weights.
+
+    CKPT is a checkpoint, or a run, whose newest is taken. OUT is a Hugging Face model with tokenizer.
+    """
+    from ckptrain.cli.export import merge_answer
+
+    return merge_answer(checkpoint, out, dtype, overwrite=overwrite, verify=verify)
 
 
 @cli.command()

@@ -164,7 +164,8 @@ def _target(run_dir: Path, found: Sequence[CommittedCheckpoint | DamagedCheckpoi
     except ConfigError:
         pass
     whole = [checkpoint for checkpoint in found if isinstance(checkpoint, CommittedCheckpoint)]
-    return int(whole[-1].manifest.config["train.steps"]) if whole else None
+    steps = whole[-1].manifest.config.get("train.steps") if whole else None
+    return steps if isinstance(steps, int) else None
 
 
 def _checkpoint(checkpoint: CommittedCheckpoint | DamagedCheckpoint) -> dict[str, Any]:

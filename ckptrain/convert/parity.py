@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ckptrain.checkpoint.ranks import gather_to_all, on_rank0
 from ckptrain.config.shape import ModelShape
+from ckptrain.convert.gate import AUTO_PARAMETERS
 from ckptrain.data.batches import MicroBatch
 from ckptrain.errors import ModelMismatch
 from ckptrain.megatron.step import logits_at
 
-# Above this, a second copy of the base beside the first is no longer a small thing to ask for.
-AUTO_PARAMETERS = 1_500_000_000
 _PROBE_TOKENS = 48
 # Largest difference of two logits as a share of the largest logit. In float32 the two differ by rounding alone (4e-7
 # was the most in our families); in bfloat16 every layer rounds to 3 digits. A wrong rope scaling shows as 1e-3 or more,

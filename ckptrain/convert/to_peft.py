@@ -22,13 +22,15 @@ from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file, verify
 from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.sharded import load_tensors, read_metadata, stored_tensors
-from ckptrain.convert.peft_directory import (
-    PROVENANCE_FORMAT,
+from ckptrain.convert.directory import (
+    EXPORT,
     WEIGHTS_NAME,
     check_destination,
     published,
     write_peft_directory,
+    write_provenance,
 )
+from ckptrain.convert.gate import Gate, gate_record, pass_gate
 from ckptrain.convert.unfuse import (
     Module,
     adapter_problems,
@@ -68,10 +70,15 @@ class Export:
     step: int
     effect: float
     """The sum over adapted modules of the Frobenius norm of (alpha / rank) B A; 0 for an adapter that does nothing."""
+    gate: Gate | None
+    """What it was let through by; None where that was not looked at."""
+    gate_reason: str
     warning: str | None
 
 
-def export_adapter(checkpoint: Path, out: Path, *, dtype: str = "float32", overwrite: bool = False) -> Export:
+def export_adapter(
+    checkpoint: Path, out: Path, *, dtype: str = "float32", overwrite: bool = False, verify: bool | None = False
+) -> Export:
     """Write the adapter of a checkpoint as a directory that `peft.PeftModel.from_pretrained` loads.
 
     Args:
@@ -79,8 +86,10 @@ def export_adapter(checkpoint: Path, out: Path, *, dtype: str = "float32", overw
         out: the directory to make; it is there complete or not at all.
         dtype: of the matrices: float32 holds what was trained exactly, whichever type it was trained in.
         overwrite: replace an earlier export at `out`.
+        verify: compare logits under Hugging Face and Megatron first; None does where the base is at hand and small.
 
     Raises:
+        AdapterMismatch: they differ; nothing is written.
         CheckpointNotFound: `checkpoint` is none.
         CheckpointDamaged: it is not what its manifest says, or holds adapters that Hugging Face has no layers for.
         ConfigError: the dtype is unknown.
@@ -90,16 +99,17 @@ def export_adapter(checkpoint: Path, out: Path, *, dtype: str = "float32", overw
     if dtype not in DTYPES:
         raise ConfigError("cannot export", [f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}"])
     source, out = resolve_checkpoint(checkpoint), out.resolve()
-    check_destination(out, source.path, overwrite=overwrite)
-    if problems := verify_files(source):
-        raise CheckpointDamaged(f"cannot export {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
+    check_destination(EXPORT, out, source.path, overwrite=overwrite)
     manifest = source.manifest
-    modules, adapter = _read_adapter(source)
-    tensors, effect = _convert(modules, adapter, manifest, getattr(torch, dtype))
+    modules, adapter = read_adapter(source)
+    tensors, effect = huggingface_matrices(modules, adapter, manifest, getattr(torch, dtype))
     config = _peft_config(manifest, modules)
     with published(out, overwrite=overwrite) as staging:
-        write_peft_directory(staging, tensors, config, _provenance(source, dtype, len(tensors), effect))
+        write_peft_directory(staging, {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, config)
         num_bytes = (staging / WEIGHTS_NAME).stat().st_size
+        gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, effect))
+        facts = {"dtype": dtype, "tensors": len(tensors), "effect": effect, "gate": gate_record(gate, why)}
+        write_provenance(EXPORT, staging, {**provenance(source), **facts})
     return Export(
         path=out,
         tensors=len(tensors),
@@ -112,12 +122,26 @@ def export_adapter(checkpoint: Path, out: Path, *, dtype: str = "float32", overw
         run_id=manifest.run_id,
         step=manifest.step,
         effect=effect,
+        gate=gate,
+        gate_reason=why,
         warning=None if effect else "the adapter changes nothing: B A is 0 in every module that it adapts",
     )
 
 
-def _read_adapter(source: CommittedCheckpoint) -> tuple[dict[str, Module], dict[str, Tensor]]:
-    """Return the adapted modules and the adapter's tensors, by global name, after a check that they belong together."""
+def _compare(source: CommittedCheckpoint, base: Path, written: Path, effect: float) -> Gate:
+    from ckptrain.convert.compare import check_adapter  # needs Megatron, which an export does not
+
+    return check_adapter(source, base, written, has_effect=effect > 0)
+
+
+def read_adapter(source: CommittedCheckpoint) -> tuple[dict[str, Module], dict[str, Tensor]]:
+    """Return the adapted modules and the adapter's tensors, by global name, after a check that they belong together.
+
+    Raises:
+        CheckpointDamaged: a file is not what the manifest says, or the adapter is none for the base.
+    """
+    if problems := verify_files(source):
+        raise CheckpointDamaged(f"cannot export {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
     directory, lora = source.path / _ADAPTER_DIRECTORY, source.manifest.lora
     # Whole tensors, of the type that they were saved in: a single process reads all shards of whatever layout.
     stored = {
@@ -135,10 +159,10 @@ def _read_adapter(source: CommittedCheckpoint) -> tuple[dict[str, Module], dict[
     return fill_in_experts(modules, adapter, lora.settings.dim, source.manifest.shape)
 
 
-def _convert(
+def huggingface_matrices(
     modules: Mapping[str, Module], adapter: Mapping[str, Tensor], manifest: Manifest, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the matrices as PEFT names them, and the adapter's effect.
+    """Return A and B of every Hugging Face layer, by its name and `lora_A.weight` or `lora_B.weight`, and the effect.
 
     Raises:
         ProblemsError: a weight is NaN or infinite, or becomes so in `dtype`.
@@ -156,7 +180,7 @@ def _convert(
                 problems.append(f"{name}.adapter.{half}.weight is too large for {dtype}: export as float32")
         for part, tensor in unfuse(modules[name], lora_a, lora_b, manifest.shape):
             # A copy for each layer: safetensors stores no tensor twice, and PEFT trains each A on its own.
-            tensors[_PEFT_PREFIX + part] = tensor.to(dtype, copy=True).contiguous()
+            tensors[part] = tensor.to(dtype, copy=True).contiguous()
     if problems:
         raise ProblemsError(f"cannot export step {manifest.step} of {manifest.run_id}", problems[:_MOST_PROBLEMS])
     return tensors, effect
@@ -191,20 +215,16 @@ def _peft_config(manifest: Manifest, modules: Mapping[str, Module]) -> dict[str,
     return {name: sorted(value) if isinstance(value, set) else value for name, value in document.items()}
 
 
-def _provenance(source: CommittedCheckpoint, dtype: str, num_tensors: int, effect: float) -> dict[str, Any]:
-    """Return where an export comes from: enough to find the checkpoint again, and to tell it from another."""
+def provenance(source: CommittedCheckpoint) -> dict[str, Any]:
+    """Return where something comes from: enough to find the checkpoint again, and to tell it from another."""
     manifest = source.manifest
     return {
-        "format": PROVENANCE_FORMAT,
         "run_id": manifest.run_id,
         "step": manifest.step,
         "created": manifest.created,
         "manifest_sha256": hash_file(source.path / MANIFEST_NAME).sha256,
         "base": attrs.asdict(manifest.base),
         "lora": attrs.asdict(manifest.lora),
-        "dtype": dtype,
-        "tensors": num_tensors,
-        "effect": effect,
         "trained_with": dict(manifest.versions),
         "exported_with": {
             "ckptrain": ckptrain.__version__,

@@ -20,7 +20,7 @@ from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
 from ckptrain.config.schedule import learning_rate
-from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ConfigError, TrainingDiverged
+from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ClaimLost, ConfigError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
@@ -90,6 +90,8 @@ def run_training(survey: Survey, run_dir: Path, observers: Iterable[Observer] = 
 
 
 def _record_failure(journal: Journal, lifecycle: Lifecycle, error: BaseException) -> None:
+    if isinstance(error, ClaimLost):
+        return  # the journal is that of another run now
     with contextlib.suppress(CkptrainError):  # the error that is on its way says more than a full disk here
         journal.record("error", kind=type(error).__name__, message=str(error))
         if not lifecycle.ended:
@@ -136,7 +138,13 @@ class _Run:
             self._restore(plan, setup)
             self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
             with Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit) as saver:
-                return self._train(plan, done, data, setup, saver, stop)
+                try:
+                    return self._train(plan, done, data, setup, saver, stop)
+                except Exception:
+                    # The save that was under way counts, and is told, before the error that ends the run.
+                    with contextlib.suppress(Exception):
+                        self._tell_outcome(saver.wait())
+                    raise
 
     def _tell_data(self, data: DataSetup) -> None:
         self.journal.record("data", train=attrs.asdict(data.train.summary))

@@ -26,10 +26,11 @@ from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.data.records import data_fingerprint
-from ckptrain.errors import ConfigError, StartRefused
+from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, plan_start
 
+_MOST_PROBLEMS = 20
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 
 
@@ -108,6 +109,10 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
     source = None
     if newest is None and config.model.adapter is not None:
         source = resolve_checkpoint(Path(config.model.adapter))
+        if read_contents and (problems := verify_files(source)):
+            raise CheckpointDamaged(
+                f"cannot start from {source.path} (model.adapter): it is damaged", problems[:_MOST_PROBLEMS]
+            )
     plan = plan_start(
         config,
         RunFacts(

@@ -216,7 +216,8 @@ def test_a_silent_holder_on_another_host_is_followed_after_a_while(tmp_path: Pat
     run = Run(tmp_path, arrange=on_host("far"))
     run.kill()
     [told] = start(tmp_path, SHORT)
-    assert "up to 0.1 s for a sign of life of process" in told
+    assert f"held by process {run.pid} on far" in told
+    assert "waiting up to 0.1 s for a sign of life" in told
 
 
 @pytest.mark.usefixtures("useless_flock")
@@ -337,6 +338,34 @@ def test_a_holder_whose_record_was_removed_may_not_commit(tmp_path: Path) -> Non
             claim.check()
 
 
+def test_a_holder_loses_its_claim_to_the_name_alone(tmp_path: Path) -> None:
+    """Another run has just made its record, and has done nothing else yet."""
+    with hold(tmp_path) as claim:
+        (tmp_path / ".lock-2").touch()
+        with pytest.raises(ClaimLost):
+            claim.check()
+
+
+def test_a_record_of_another_run_is_not_written_over(tmp_path: Path) -> None:
+    """Somebody removed the first one, so that numbers began anew."""
+    with hold(tmp_path, pace=BEATING) as claim:
+        claim.path.unlink()
+        leave_record(tmp_path)
+        time.sleep(0.1)
+    assert holder(tmp_path) is not None
+    with pytest.raises(ClaimLost):
+        claim.check()
+
+
+def test_records_are_of_one_length(tmp_path: Path) -> None:
+    """They are written over one another, and the file is never made shorter."""
+    sizes = set()
+    for changes in ({}, {"held_s": 0.1234567890123}, {"held_s": 3.0, "released": True}):
+        leave_record(tmp_path, **changes)
+        sizes.add((tmp_path / ".lock-1").stat().st_size)
+    assert len(sizes) == 1
+
+
 def test_a_disk_that_cannot_be_read_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But nothing is committed to it either."""
 
@@ -368,14 +397,29 @@ def test_a_disk_that_takes_no_beats_costs_neither_the_run_nor_its_claim(tmp_path
     assert start(tmp_path, Pace()) == []
 
 
-@pytest.mark.usefixtures("useless_flock")
+@pytest.mark.usefixtures("file_system")
 def test_a_run_that_could_not_say_that_it_ended_blocks_no_later_one_of_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process is alive, the run is not: a notebook goes on after a full disk."""
-    with monkeypatch.context() as patched, hold(tmp_path, pace=SHORT):
-        patched.setattr(lock, "_rewrite", refuse_flock(errno.ENOSPC))
+    end_without_a_word(tmp_path, monkeypatch)
     assert len(start(tmp_path, SHORT)) == 1
+
+
+def test_a_run_that_could_not_say_that_it_ended_blocks_no_other_process_where_there_is_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says that its process has let go."""
+    end_without_a_word(tmp_path, monkeypatch)
+    run = Run(tmp_path, SHORT)
+    assert run.refused is None
+    run.end()
+
+
+def end_without_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold a directory for a moment, and fail to say that it is over."""
+    with monkeypatch.context() as patched, hold(run_dir, pace=SHORT):
+        patched.setattr(lock, "_rewrite", refuse_flock(errno.ENOSPC))
 
 
 def test_a_disk_without_room_for_a_record_refuses_the_start_and_keeps_no_half_of_one(tmp_path: Path) -> None:

@@ -1,18 +1,64 @@
-"""Makes a checkpoint say something else than it did, with digests that agree: as whoever could write it would."""
+"""Makes a checkpoint say something else than it did, with digests that agree, and opens it in every way there is."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import pickle
+import resource
+import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptrain.checkpoint.integrity import open_checkpoint, verify_files
+from ckptrain.checkpoint.resolve import resolve_checkpoint
+from ckptrain.checkpoint.tensors import read_each
+from ckptrain.convert.to_peft import export_adapter
+from ckptrain.errors import CheckpointDamaged
+from ckptrain.training.start import decide_start
+
 Document = dict[str, Any]
+NEWEST = "checkpoints/step-00000004"
+
+
+def by_verify(run: Any) -> None:
+    """Read every file, as `ckptrain verify` does."""
+    if problems := verify_files(open_checkpoint(run.path / NEWEST)):
+        raise CheckpointDamaged("damaged", problems)
+
+
+def by_inspect(run: Any) -> None:
+    """Read every tensor, as `ckptrain inspect --norms` does."""
+    checkpoint = resolve_checkpoint(run.path)
+    for _ in read_each(checkpoint, checkpoint.manifest.tensors):
+        pass
+
+
+def by_start(run: Any) -> None:
+    """Decide what to go on from, as `ckptrain resume` does; on_damaged is refuse."""
+    decide_start(run.survey, run.path, read_contents=True)
+
+
+def by_export(run: Any) -> None:
+    """Export the adapter."""
+    export_adapter(run.path / NEWEST, run.path / "exported")
+
+
+WAYS = [by_verify, by_inspect, by_start, by_export]
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """See that what is done takes no more than a few seconds and no more than some memory."""
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+    assert time.monotonic() - started < 30
 
 
 class Payload:

@@ -131,7 +131,8 @@ def test_a_directory_that_cannot_be_made_is_refused(tiny_config: Callable[..., R
 
 def test_a_second_run_in_the_same_directory_is_refused(tiny_config: Callable[..., RunConfig], started: Path) -> None:
     """It would remove the first one's half-written save."""
-    with claimed(started), pytest.raises(StartRefused, match="another run is at work"):
+    expected = rf"another run is at work in it\n.*process {os.getpid()} on .*, started 0:0\d:\d\d ago"
+    with claimed(started), pytest.raises(StartRefused, match=expected):
         launch(1, lambda: run_training(tiny_config("train.steps=4"), started))
 
 

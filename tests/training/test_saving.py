@@ -243,6 +243,8 @@ def test_a_run_that_fails_commits_what_it_had_begun(
     with pytest.raises(TrainingDiverged):
         launch(1, lambda: run_training(tiny_config("train.steps=4"), tmp_path))
     assert committed_steps(tmp_path) == [2]
+    assert [event["step"] for event in events(tmp_path, "saved")] == [2]
+    assert events(tmp_path, "phase")[-1]["to"] == "FAILED"
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_anything_is_loaded(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,27 +14,31 @@ import pytest
 import torch
 from support.hostile import change_manifest
 from support.launch import launch, run_training
-from tiny import VOCAB_SIZE, write_llama, write_tokenizer
+from support.restored import (
+    assert_same_end,
+    equal,
+    is_restored,
+    pieces,
+    restored,
+    run_straight_and_in_two,
+    whole_tensors,
+)
+from tiny import write_llama
 from torch import Tensor
 
 from ckptrain import api
 from ckptrain.checkpoint.integrity import open_checkpoint
-from ckptrain.checkpoint.tensors import read_each
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import ConfigError, RestoreMismatch
-from ckptrain.lifecycle.phases import Lifecycle, Phase
-from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron import world
-from ckptrain.megatron.adapters import Piece, draw_matrix
-from ckptrain.megatron.optimizer import MASTER, MOMENTS, adam_states, optimizer_tensors, set_step_count, step_count
+from ckptrain.megatron.adapters import draw_matrix
+from ckptrain.megatron.optimizer import MASTER, MOMENTS, adam_states, set_step_count, step_count
 from ckptrain.megatron.state import rng_state
 from ckptrain.training import restore as restore_module
 from ckptrain.training import run as run_module
 from ckptrain.training import setup as setting_up
 from ckptrain.training.evaluation import validation_loss
-from ckptrain.training.observers import Observer, StepRecord
-from ckptrain.training.restore import restore_run
-from ckptrain.training.setup import ModelSetup, model_parallel, set_up_data, set_up_model
+from ckptrain.training.setup import ModelSetup, set_up_data
 from ckptrain.training.start import Survey, decide_start, survey_run
 
 MakeConfig = Callable[..., RunConfig]
@@ -101,80 +103,6 @@ def as_of_step_2(run: Path, copy: Path) -> Path:
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints/step-00000004")
     return copy
-
-
-def whole_tensors(checkpoint: Path, *groups: str) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint whole, without Megatron."""
-    opened = open_checkpoint(checkpoint)
-    return dict(read_each(opened, [name for name, entry in opened.manifest.tensors.items() if entry.group in groups]))
-
-
-def equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Compare two sets of tensors by name and bits."""
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def restored(config: RunConfig, run_dir: Path, look: Callable[[ModelSetup, Survey], Any]) -> Any:
-    """Restore the newest checkpoint of a run on this rank, and return what `look` makes of it."""
-    survey = survey_run(config, int(os.environ["WORLD_SIZE"]))
-    with world.open_process_group(), model_parallel(survey):
-        start = decide_start(survey, run_dir, read_contents=False)
-        assert isinstance(start.plan, Resume)
-        assert start.checkpoint is not None
-        lifecycle = Lifecycle()
-        lifecycle.advance(Phase.PLANNED)
-        setup = set_up_model(survey, lifecycle, Observer())
-        restore_run(start.plan, start.checkpoint, setup, config)
-        return look(setup, survey)
-
-
-def pieces(setup: ModelSetup, kind: str) -> Iterator[tuple[str, Piece]]:
-    """Give what this rank holds of the adapters, or of one kind of their optimizer's tensors, by the adapter's name."""
-    states = adam_states(setup.optimizer)
-    for adapter in setup.adapters:
-        tensor = adapter.parameter.data if kind == "adapter" else optimizer_tensors(states, adapter)[kind]
-        for piece in adapter.cut(tensor):
-            yield adapter.name, piece
-
-
-def is_restored(setup: ModelSetup, tensors: Mapping[str, Tensor], kind: str) -> bool:
-    """Tell whether this rank holds, bit for bit, its part of what a checkpoint says."""
-
-    def there(name: str, piece: Piece) -> Tensor:
-        prefix = "" if kind == "adapter" else f"optimizer.state.{kind}."
-        layer = int(name.split(".")[2])
-        whole = tensors[prefix + re.sub(r"layers\.\d+\.", "layers.", name)][layer]
-        return whole[piece.place]
-
-    held = list(pieces(setup, kind))
-    return bool(held) and all(torch.equal(piece.data, there(name, piece)) for name, piece in held)
-
-
-class StopAfter(Observer):
-    """Asks the run to stop after a step."""
-
-    def __init__(self, step: int, run_dir: Path) -> None:
-        self.step, self.stop_file = step, run_dir / "stop"
-
-    def on_step(self, record: StepRecord) -> None:
-        """Leave the stop file."""
-        if record.step == self.step:
-            self.stop_file.touch()
-
-
-def run_straight_and_in_two(config: RunConfig, directory: Path) -> None:
-    """Run on this rank to the end, and again with a stop after step 1 and another start."""
-    run_training(config, directory / "straight")
-    halves = directory / "halves"
-    assert run_training(config, halves, [StopAfter(1, halves)]).step == 1
-    assert run_training(config, halves).plan.kind == "Resume"
-
-
-def assert_same_end(directory: Path) -> None:
-    """Compare the last checkpoints of a straight run and of one in two halves, random states included."""
-    groups = ("adapter", "optimizer", "rng")
-    straight, halves = (whole_tensors(directory / name / STEP_2, *groups) for name in ("straight", "halves"))
-    assert equal(halves, straight)
 
 
 def test_the_base_is_loaded_once_and_before_any_adapter(
@@ -414,33 +342,6 @@ def test_stages_that_hold_different_adapters_go_on_to_the_same_bits(
     assert open_checkpoint(tmp_path / "straight" / STEP_2).manifest.optimizer == {"step": 2}
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a Hugging Face directory of a random mixture of four experts."""
-    import transformers
-
-    directory = tmp_path_factory.mktemp("experts")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    write_tokenizer(directory)
-    return str(directory)
-
-
 def test_experts_go_on_to_the_same_bits(experts: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     """On two data parallel ranks; each expert has moments of its own, and none of them starts anew."""
     config = tiny_config("train.steps=2", "lora.dropout=0.1", pretrained=experts)
@@ -463,6 +364,23 @@ def test_every_optimizer_of_a_chain_is_restored() -> None:
     set_step_count(SimpleNamespace(optimizer=expert), 8)
     with pytest.raises(RuntimeError, match=r"disagree on the number of steps: \[7, 8\]"):
         step_count(chain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.expert=2"], "parallel.expert=2: expert parallel training has not been compared"),
+        (["parallel.tensor=2"], "parallel.tensor=2 with experts needs sequence parallelism"),
+        (["parallel.tensor=2", "parallel.sequence=true"], "parallel.sequence=true: with LoRA its losses leave"),
+    ],
+)
+def test_experts_are_spread_over_no_ranks(
+    overrides: list[str], expected: str, experts: str, tiny_config: MakeConfig
+) -> None:
+    """Their adapters go wrong in silence where expert or tensor parallelism cuts them, so that is refused."""
+    with pytest.raises(ConfigError) as caught:
+        survey_run(tiny_config(*overrides, pretrained=experts), 2)
+    assert any(expected in problem for problem in caught.value.problems)
 
 
 def test_experts_learn_the_same_in_stages_and_in_other_micro_batches(
