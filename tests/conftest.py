@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from tiny import write_chats, write_llama
 
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
+
+# Machines differ and are shared: how long an example takes says nothing about the code.
+settings.register_profile("ckptrain", deadline=None)
+settings.load_profile("ckptrain")
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from bench_checkpoint import MEGATRON, OURS, OURS_UNSTACKED, OURS_WAITED_FOR, RAW, case_of, goals, main
+from checkpoint_rounds import open_state, write_base
+from forked import launch
 
 RESTORE = {RAW, OURS, OURS_UNSTACKED, MEGATRON, "Hugging Face"}
 BACKGROUND = {OURS, "megatron-core, in the background"}
@@ -64,6 +66,23 @@ def test_every_contestant_restores_what_it_saved(
     assert len(report["goals"]) == 6
     assert list(disk.iterdir()) == []
     assert "stall below 0.1 of megatron-core's save" in capsys.readouterr().out
+
+
+def test_all_contestants_save_the_same_numbers(tmp_path: Path) -> None:
+    """Hugging Face's model, built by itself, has every weight and moment that Megatron's has, to the bit."""
+    asked = case_of(0.1, 1, 1)
+    write_base(tmp_path / "base", asked)
+
+    def on_rank() -> tuple[dict[str, str], dict[str, str]]:
+        from checkpoint_contestants import HuggingFace
+        from checkpoint_state import digests
+
+        with open_state(asked, tmp_path / "base") as state:
+            return digests(state.tensors), digests(HuggingFace(tmp_path, state).tensors)
+
+    ours, theirs = launch(1, on_rank)[0]
+    assert theirs == ours
+    assert len(set(ours.values())) == asked.num_tensors
 
 
 def test_a_contestant_that_restores_something_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tensors", type=_list_of(int), default=[24, 240, 2400], help="at equal bytes, those of the middle size"
     )
-    parser.add_argument("--repeats", type=int, default=5, help=f"after the first; at most {LARGE_REPEATS} from 1 GB on")
+    parser.add_argument("--repeats", type=int, default=3, help=f"after the first; at most {LARGE_REPEATS} from 1 GB on")
     parser.add_argument("--directory", type=Path, help="on the disk to be measured; that for temporary files otherwise")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     asked = parser.parse_args(arguments)

@@ -1,13 +1,10 @@
-"""Who saves in bench_checkpoint.py: the state of one LoRA run, and those that save and restore it, each in its own way.
+"""Who saves in bench_checkpoint.py: each saves the state of one LoRA run and restores it, in its own way.
 
-The state is real: megatron-core's layers with Megatron-Bridge's adapters, and megatron-core's Adam with its moments.
-Its base is never filled, so it takes no memory. All numbers are drawn from the names of tensors, so that Hugging Face's
-model, whose layers are fused as Megatron's are (Phi-3's), holds the same ones.
+They hold the same numbers. Hugging Face's base is a Phi-3, whose layers are fused as Megatron's are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -22,6 +19,7 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 # isort: split
 import attrs
 import torch
+from checkpoint_state import WEIGHT, LoraState, buffer_of, draw
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -35,23 +33,12 @@ from ckptrain.checkpoint.ranks import rank
 from ckptrain.checkpoint.sharded import load_tensors
 from ckptrain.checkpoint.store import CHECKPOINTS, checkpoint_name
 from ckptrain.checkpoint.writer import Saved
-from ckptrain.convert.parity import BaseParity
-from ckptrain.megatron.adapters import adapter_parameters, attach_adapters, draw_matrix
-from ckptrain.megatron.model import build_model, open_bridge, torch_dtype
-from ckptrain.megatron.optimizer import (
-    MOMENTS,
-    adam_states,
-    build_optimizer,
-    optimizer_tensors,
-    set_step_count,
-    wrap_for_training,
-)
+from ckptrain.megatron.optimizer import MOMENTS
 from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.saving import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY, Position, Saver
-from ckptrain.training.setup import ModelSetup, set_up_data
+from ckptrain.training.setup import set_up_data
 from ckptrain.training.start import Survey
 
-WEIGHT = "weight"
 FUSED_NAMES = {
     "self_attention.linear_qkv": "self_attn.qkv_proj",
     "self_attention.linear_proj": "self_attn.o_proj",
@@ -61,56 +48,6 @@ FUSED_NAMES = {
 """Megatron's name of a linear layer, and that of Hugging Face's Phi-3."""
 
 
-def draw(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of one whole tensor: the weight or a moment of the adapter weight `name`."""
-    return draw_matrix("kaiming", shape, f"{kind}.{name}", seed=0)
-
-
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of every tensor's numbers."""
-    return {name: hashlib.sha256(buffer_of(tensor)).hexdigest() for name, tensor in tensors.items()}
-
-
-def buffer_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, without a copy."""
-    return memoryview(tensor.detach().numpy()).cast("B")
-
-
-class LoraState:
-    """What a LoRA run has to save on this rank."""
-
-    def __init__(self, survey: Survey) -> None:
-        """Build it for the layout whose groups are open; collective."""
-        config = survey.config
-        assert survey.base.path is not None
-        bridge = open_bridge(survey.base.path, survey.shape.architecture)
-        with contextlib.redirect_stdout(None):  # it tells of the vocabulary's padding
-            model = build_model(bridge, config, survey.layout, "local")
-        model.requires_grad_(requires_grad=False)
-        attach_adapters(model, config.lora, survey.targets)
-        adapters = tuple(adapter_parameters(model))
-        wrapped = wrap_for_training(model, deterministic=False)
-        self.survey, self.model = survey, model
-        self.setup = ModelSetup(
-            model=wrapped,
-            adapters=adapters,
-            store=AdapterStore(adapters, survey.shape.num_layers),
-            optimizer=build_optimizer(wrapped, config.optimizer, torch_dtype(config.model.dtype)),
-            parity=BaseParity(checked=False, reason="the base is never filled"),
-        )
-        states = adam_states(self.setup.optimizer)
-        set_step_count(self.setup.optimizer, 1)
-        self.tensors: dict[str, Tensor] = {}
-        for adapter in adapters:
-            kinds = {WEIGHT: adapter.parameter.data, **optimizer_tensors(states, adapter)}
-            for kind, tensor in kinds.items():
-                pieces = adapter.cut(tensor)
-                whole = draw(kind, adapter.name, pieces[0].shape)
-                for piece in pieces:
-                    piece.data.copy_(whole[piece.place])
-                self.tensors[f"{kind}.{adapter.name}"] = tensor
-
-
 class Contestant(ABC):
     """One way to save, on one rank; all ranks have the same contestants and call them together."""
 
@@ -118,6 +55,8 @@ class Contestant(ABC):
     keeps: ClassVar[str]
     """What is done for the bytes besides writing them."""
     asynchronous: ClassVar[bool] = False
+    asked_every_s: ClassVar[float] = 0.001
+    """How often it is asked whether a save has ended."""
     restores: ClassVar[bool] = True
     """Whether its restore is measured: once where two write the same files."""
 
@@ -264,6 +203,7 @@ class MegatronInBackground(Megatron):
 
     name = "megatron-core, in the background"
     asynchronous = True
+    asked_every_s = 0.01  # the ranks agree on the answer each time, which takes the processor from the save
     restores = False
 
     def __init__(self, directory: Path, state: LoraState) -> None:

@@ -16,16 +16,18 @@ from forked import launch
 from tiny import VOCAB_SIZE, write_chats, write_tokenizer
 
 from ckptrain.checkpoint.integrity import fsync_directory, fsync_file
+from ckptrain.config.load import load_config
+from ckptrain.training.start import survey_run
 
 if TYPE_CHECKING:
     from checkpoint_contestants import Contestant
+    from checkpoint_state import LoraState
 
 FEATURES = 18.5
 """Inputs and outputs of a layer's four linear modules, in hidden sizes: 1 + 1.5 (qkv), 1 + 1, 1 + 8 (fc1), 4 + 1."""
 BYTES_PER_PARAMETER = 12  # float32: the weight and two moments
 TENSORS_PER_LAYER = 24  # of each of these: two matrices for each of four modules
 QUIET_STEPS = 30
-POLL_S = 0.001
 TIMEOUT_S = 900.0
 
 
@@ -76,13 +78,15 @@ def measure(case: Case, directory: Path) -> dict[str, Any]:
     """Let all contestants save and restore a case in processes of its own, and return the numbers for JSON."""
     import checkpoint_contestants  # noqa: F401  # here, before the fork, and so once
 
-    _write_base(directory / "base", case)
+    started = time.monotonic()
+    write_base(directory / "base", case)
     result: dict[str, Any] = launch(case.ranks, lambda: _on_rank(case, directory), TIMEOUT_S)[0]
     shutil.rmtree(directory)
-    return {**attrs.asdict(case), "num_bytes": case.num_bytes, "num_tensors": case.num_tensors, **result}
+    about = {"num_bytes": case.num_bytes, "num_tensors": case.num_tensors, "seconds": time.monotonic() - started}
+    return {**attrs.asdict(case), **about, **result}
 
 
-def _write_base(directory: Path, case: Case) -> None:
+def write_base(directory: Path, case: Case) -> None:
     """Write what a run wants to know of a base model, and a weight file without weights."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig
@@ -103,26 +107,32 @@ def _write_base(directory: Path, case: Case) -> None:
     write_chats(directory / "train.jsonl", 4)
 
 
-def _on_rank(case: Case, directory: Path) -> dict[str, Any]:
-    from checkpoint_contestants import CONTESTANTS, CkptrainUnstacked, LoraState
+@contextlib.contextmanager
+def open_state(case: Case, base: Path) -> Iterator[LoraState]:
+    """Build what this rank has to save, among all ranks of the case; `base` is what `write_base` has written."""
+    from checkpoint_state import LoraState
 
-    from ckptrain.config.load import load_config
     from ckptrain.megatron.world import open_process_group
     from ckptrain.training.setup import model_parallel
-    from ckptrain.training.start import survey_run
 
     config = load_config(
         {
-            "model": {"pretrained": str(directory / "base"), "dtype": "float32", "verify": "never"},
+            "model": {"pretrained": str(base), "dtype": "float32", "verify": "never"},
             "lora": {"dim": case.dim},
-            "data": {"train": str(directory / "base/train.jsonl"), "sequence_length": 128},
+            "data": {"train": str(base / "train.jsonl"), "sequence_length": 128},
             "parallel": {"tensor": case.ranks},
             "train": {"global_batch_size": 1},
         }
     )
     survey = survey_run(config, case.ranks)
-    with open_process_group(), model_parallel(survey), contextlib.ExitStack() as stack:
-        state = LoraState(survey)
+    with open_process_group(), model_parallel(survey):
+        yield LoraState(survey)
+
+
+def _on_rank(case: Case, directory: Path) -> dict[str, Any]:
+    from checkpoint_contestants import CONTESTANTS, CkptrainUnstacked
+
+    with open_state(case, directory / "base") as state, contextlib.ExitStack() as stack:
         kinds = (*CONTESTANTS, CkptrainUnstacked) if case.with_unstacked else CONTESTANTS
         contestants = [kind(directory / str(number), state) for number, kind in enumerate(kinds)]
         for contestant in contestants:
@@ -153,7 +163,7 @@ def _take_turns(contestants: list[Contestant], rounds: int) -> dict[str, list[Sa
 
 
 def _sample(contestant: Contestant, step: int, *, compare: bool) -> Sample:
-    from checkpoint_contestants import digests
+    from checkpoint_state import digests
 
     place = contestant.place(step)
     with _removed(contestant, step):
@@ -193,7 +203,7 @@ def _save(contestant: Contestant, step: int) -> tuple[float, float]:
         now = time.perf_counter()
         if ended:
             return stall_s + (now - asked), now - started
-        time.sleep(POLL_S)
+        time.sleep(contestant.asked_every_s)
 
 
 def _interference(contestant: Contestant, steps: Sequence[int]) -> dict[str, Any]:
