@@ -63,7 +63,7 @@ def case_of(size_mb: float, ranks: int, repeats: int) -> Case:
         hidden_size=hidden_size,
         dim=max(1, round(size_mb * MB / one_dim / 4)) * 4,  # each of four ranks has a part
         ranks=ranks,
-        repeats=min(repeats, LARGE_REPEATS) if size_mb >= LARGE_MB else repeats,
+        repeats=_repeats(size_mb, repeats),
     )
 
 
@@ -77,9 +77,13 @@ def case_of_tensors(num_tensors: int, size_mb: float, repeats: int) -> Case:
         hidden_size=hidden_size,
         dim=max(1, round(size_mb * MB / one_dim)),
         ranks=1,
-        repeats=repeats,
+        repeats=_repeats(size_mb, repeats),
         with_unstacked=True,
     )
+
+
+def _repeats(size_mb: float, asked: int) -> int:
+    return min(asked, LARGE_REPEATS) if size_mb >= LARGE_MB else asked
 
 
 def of(case: Mapping[str, Any], name: str) -> dict[str, Any]:

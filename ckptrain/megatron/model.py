@@ -116,6 +116,9 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
     if getattr(provider, "num_moe_experts", None):
         # One adapter for each expert: the grouped layers would share one among all of a rank's experts.
         settings |= {"moe_grouped_gemm": False, "expert_tensor_parallel_size": 1}
+        # Megatron-Bridge turns a loss on that balances the experts. It counts the tokens of a micro-batch, padding
+        # too, so what is learnt would depend on the layout; and the router that it is for is frozen.
+        settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     if backend == "local":
         settings |= {name: False for name in _LOCAL_BACKEND_OFF if hasattr(provider, name)}
         settings["transformer_layer_spec"] = _packed_local_spec

@@ -128,8 +128,11 @@ def _counts_by_group(torch_optimizer: Any) -> bool:
     return type(torch_optimizer).__module__.startswith("transformer_engine")
 
 
-def step_count(optimizer: Any) -> int:
-    """Return how many steps Adam has made, by its own count (its bias correction depends on it); 0 before the first."""
+def step_count(optimizer: Any) -> int | None:
+    """Return how many steps Adam has made, by its own count (its bias correction depends on it); 0 before the first.
+
+    None on a pipeline stage that has no adapters.
+    """
     counts: set[int] = set()
     for torch_optimizer in _torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
@@ -139,7 +142,7 @@ def step_count(optimizer: Any) -> int:
                 counts |= {int(torch_optimizer.state[p].get("step", 0)) for p in group["params"]}
     if len(counts) > 1:
         raise RuntimeError(f"the optimizer's parameters disagree on the number of steps: {sorted(counts)}")
-    return counts.pop() if counts else 0
+    return counts.pop() if counts else None
 
 
 def set_step_count(optimizer: Any, steps: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import attrs
 
 from ckptrain.checkpoint.manifest import FileDigest, Manifest, TensorEntry
+from ckptrain.checkpoint.ranks import gather_to_all
 from ckptrain.checkpoint.retention import Retention
 from ckptrain.checkpoint.sharded import StoredTensor
 from ckptrain.checkpoint.store import CheckpointStore
@@ -105,7 +106,7 @@ class Saver:
                     ADAPTER_DIRECTORY: self._adapters.state,
                     OPTIMIZER_DIRECTORY: {**self._optimizer.state, **rng_state()},
                 },
-                describe=self._describe(position, metrics, step_count(self._setup.optimizer)),
+                describe=self._describe(position, metrics, self._steps_of_adam()),
                 ready=lambda: (adapters(), moments()),
             )
         )
@@ -114,6 +115,10 @@ class Saver:
             waited_s=waited if waited > _NOTICED_WAIT_S else 0.0,
             stall_s=time.monotonic() - started - waited,
         )
+
+    def _steps_of_adam(self) -> int:
+        """Ask all ranks: a pipeline stage may have no adapters, and that of rank 0 may be one."""
+        return next(count for count in gather_to_all(step_count(self._setup.optimizer)) if count is not None)
 
     def ended(self) -> Outcome | None:
         """Return how the last save ended, once; None while it is under way."""

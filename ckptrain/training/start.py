@@ -6,6 +6,7 @@ in the configuration costs no GPU time.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import shutil
@@ -179,6 +180,12 @@ def _newest_whole(
 
 def versions() -> dict[str, str]:
     """Return the versions that numbers may depend on, of what is installed."""
+    return dict(_installed())
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Look once: it takes some milliseconds, and every save asks."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -102,3 +103,9 @@ def assert_same_end(directory: Path) -> None:
     facts = ("step", "consumed_samples", "consumed_tokens", "optimizer", "data", "config")
     found, expected = halves.manifest, straight.manifest
     assert [getattr(found, fact) for fact in facts] == [getattr(expected, fact) for fact in facts]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Return the training losses in the order of steps."""
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]

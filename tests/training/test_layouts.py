@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ckptrain.checkpoint.integrity import open_checkpoint
 from ckptrain.checkpoint.sharded import load_tensors
+from ckptrain.checkpoint.writer import Saved
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
@@ -103,7 +104,9 @@ def restored_and_saved_again(config: RunConfig, run_dir: Path, copy: Path) -> No
         setup = set_up_model(survey, lifecycle, Observer())
         restore_run(start.plan, start.checkpoint, setup, config)
         position = Position(step=start.plan.step, consumed_samples=start.plan.consumed_samples, consumed_tokens=0)
-        Saver(survey, data, setup, copy, "copy").save(position, {})
+        with Saver(survey, data, setup, copy, "copy") as saver:
+            saver.begin(position, {})
+            assert isinstance(saver.wait(), Saved)
 
 
 @pytest.mark.parametrize(

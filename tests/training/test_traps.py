@@ -19,6 +19,7 @@ from support.restored import (
     assert_same_end,
     equal,
     is_restored,
+    losses,
     pieces,
     restored,
     run_straight_and_in_two,
@@ -269,7 +270,6 @@ def test_a_restore_that_is_not_whole_stops_before_the_first_step(
         "finetune=false",
         "resume_from_checkpoint=/elsewhere",
         "train.resume_from_checkpoint=/elsewhere",
-        "checkpoint.load=/elsewhere",
         "no_load_optim=true",
         "restore.no_load_rng=true",
         "override_opt_param_scheduler=true",
@@ -328,12 +328,6 @@ def test_ranks_that_share_a_key_value_head_train_the_model_of_one_process(
     first = "checkpoints/step-00000001"  # of the step whose rate is 0, so these are the initial adapters
     assert equal(whole_tensors(tmp_path / "2" / first, "adapter"), whole_tensors(tmp_path / "1" / first, "adapter"))
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), abs=1e-5)
-
-
-def losses(run_dir: Path) -> list[float]:
-    """Return the training losses in the order of steps."""
-    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize(
