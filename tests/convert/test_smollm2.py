@@ -9,6 +9,7 @@ from peft import PeftModel
 from support.launch import launch
 from tiny import write_chats
 
+from ckptrain.checkpoint.writer import Saved
 from ckptrain.config.base import locate_base
 from ckptrain.config.load import load_config
 from ckptrain.convert.parity import huggingface_logits, load_huggingface, megatron_logits, probe_batch
@@ -42,8 +43,9 @@ def test_peft_computes_what_megatron_computes(tmp_path: Path) -> None:
             lifecycle = Lifecycle()
             lifecycle.advance(Phase.PLANNED)
             setup = set_up_model(survey, lifecycle, Observer())
-            saver = Saver(survey, set_up_data(survey), setup, tmp_path / "run", "run")
-            saver.save(Position(step=1, consumed_samples=1, consumed_tokens=1), {})
+            with Saver(survey, set_up_data(survey), setup, tmp_path / "run", "run") as saver:
+                saver.begin(Position(step=1, consumed_samples=1, consumed_tokens=1), {})
+                assert isinstance(saver.wait(), Saved)
             return megatron_logits(setup.model, batch, 49_152).numpy()
 
     [found] = launch(1, on_rank)
