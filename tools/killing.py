@@ -17,7 +17,6 @@ from typing import Any
 import attrs
 from forked import Ranks
 from promises import (
-    JOURNAL,
     BrokenPromiseError,
     CheckpointHarmedError,
     CheckpointLostError,
@@ -30,6 +29,7 @@ from promises import (
 )
 
 from ckptrain import api
+from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
 

@@ -17,6 +17,7 @@ import orjson
 from ckptrain.checkpoint.integrity import verify_files
 from ckptrain.checkpoint.manifest import Manifest
 from ckptrain.checkpoint.store import (
+    JOURNAL,
     QUARANTINE,
     REMOVING_PREFIX,
     STAGING_PREFIX,
@@ -25,8 +26,6 @@ from ckptrain.checkpoint.store import (
     checkpoint_name,
 )
 from ckptrain.lifecycle.journal import read_journal
-
-JOURNAL = "journal.jsonl"
 
 
 class BrokenPromiseError(Exception):

@@ -23,7 +23,9 @@ from ckptrain.checkpoint.tensor_record import record_problem
 from ckptrain.errors import CheckpointDamaged
 
 METADATA_NAME = ".metadata"
-DIRECTORIES = {"adapter": ("adapter",), "optimizer": ("optimizer", "rng")}
+ADAPTER_DIRECTORY = "adapter"
+OPTIMIZER_DIRECTORY = "optimizer"
+DIRECTORIES = {ADAPTER_DIRECTORY: ("adapter",), OPTIMIZER_DIRECTORY: ("optimizer", "rng")}
 """The DCP directories of a checkpoint, and the groups of tensors that each holds."""
 
 _LARGEST_METADATA = 64 * 1024 * 1024

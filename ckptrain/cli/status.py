@@ -19,7 +19,7 @@ from ckptrain import api
 from ckptrain.checkpoint.contents import stored_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.lock import Holder, holder
-from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from ckptrain.checkpoint.store import JOURNAL, CheckpointStore, DamagedCheckpoint
 from ckptrain.cli.outcome import Answer, failure_of
 from ckptrain.cli.page import Row, facts, problem_rows, start_rows
 from ckptrain.cli.wording import bytes_text, duration_text
@@ -29,7 +29,6 @@ from ckptrain.errors import CheckpointNotFound, CkptrainError, ConfigError
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.lifecycle.phases import TERMINAL, Phase
 
-_JOURNAL = "journal.jsonl"
 _METRICS = "metrics.jsonl"
 _RUN_CONFIG = "run.yaml"
 _EXPECTED = "is not a run directory: expected run.yaml, journal.jsonl or checkpoints/ in it"
@@ -84,9 +83,9 @@ def status_answer(run_dir: Path) -> Answer:
 
 
 def _read(run_dir: Path) -> _Written:
-    journal = read_journal(run_dir / _JOURNAL)
+    journal = read_journal(run_dir / JOURNAL)
     starts = [number for number, entry in enumerate(journal) if entry.get("event") == "plan"]
-    times = [path.stat().st_mtime for name in (_JOURNAL, _METRICS) if (path := run_dir / name).is_file()]
+    times = [path.stat().st_mtime for name in (JOURNAL, _METRICS) if (path := run_dir / name).is_file()]
     return _Written(
         run_dir=run_dir,
         journal=journal[starts[-1] :] if starts else journal,

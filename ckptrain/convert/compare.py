@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.sharded import load_tensors
 from ckptrain.config.layout import Layout
@@ -30,7 +31,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # A difference of logits below this share of the largest one is rounding, not an effect.
 _ROUNDING = 1e-6
 _ONE_PROCESS = Layout(tensor=1, pipeline=1, context=1, expert=1, data=1)
-_ADAPTER = "adapter"
 
 
 def check_adapter(checkpoint: CommittedCheckpoint, base: Path, adapter: Path, *, has_effect: bool) -> Gate:
@@ -139,7 +139,7 @@ def adapted_megatron_logits(checkpoint: CommittedCheckpoint, base: Path, batch: 
         attach_adapters(model, config.lora, Targets(modules=manifest.lora.modules))
         view = AdapterStore(adapter_parameters(model), manifest.shape.num_layers).adapters()
         buffers = view.to_load()
-        load_tensors(buffers, checkpoint.path / _ADAPTER, alone=True)
+        load_tensors(buffers, checkpoint.path / ADAPTER_DIRECTORY, alone=True)
         if (filled := view.take(buffers)) != len(view.shapes):
             raise AdapterMismatch(
                 f"cannot put {checkpoint.path} under Megatron",

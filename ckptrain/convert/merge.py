@@ -22,10 +22,8 @@ from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.config.base import read_json, weight_files
 from ckptrain.convert.directory import MERGED, check_destination, published, write_json, write_provenance
 from ckptrain.convert.gate import Gate, base_of, gate_record, pass_gate
-from ckptrain.convert.to_peft import huggingface_matrices, provenance, read_adapter
+from ckptrain.convert.to_peft import DTYPES, huggingface_matrices, provenance, read_adapter
 from ckptrain.errors import ConfigError, ProblemsError
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 _INDEX_NAME = "model.safetensors.index.json"
 _CONFIG_NAME = "config.json"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import ckptrain
+from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file, verify_files
 from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ckptrain.checkpoint.resolve import resolve_checkpoint
@@ -45,7 +46,6 @@ from ckptrain.errors import CheckpointDamaged, ConfigError, ProblemsError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_ADAPTER_DIRECTORY = "adapter"
 _PEFT_PREFIX = "base_model.model."
 _MOST_PROBLEMS = 20
 _PACKAGES = ("peft", "safetensors", "torch", "transformers")
@@ -142,7 +142,7 @@ def read_adapter(source: CommittedCheckpoint) -> tuple[dict[str, Module], dict[s
     """
     if problems := verify_files(source):
         raise CheckpointDamaged(f"cannot export {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
-    directory, lora = source.path / _ADAPTER_DIRECTORY, source.manifest.lora
+    directory, lora = source.path / ADAPTER_DIRECTORY, source.manifest.lora
     # Whole tensors, of the type that they were saved in: a single process reads all shards of whatever layout.
     stored = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))

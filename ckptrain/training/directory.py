@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import attrs
+
 from ckptrain.checkpoint.lock import PACE, Claim, Pace, hold
 from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
 from ckptrain.config.load import dump_config
+from ckptrain.config.schema import RestoreConfig
 from ckptrain.errors import CkptrainError, ConfigError
 from ckptrain.lifecycle.journal import Journal
 from ckptrain.lifecycle.start_plan import AlreadyDone
@@ -81,7 +84,9 @@ def prepare(survey: Survey, start: Start, run_dir: Path) -> None:
             journal.record("quarantined", checkpoint=damage.path.name, moved_to=str(moved), problems=damage.problems)
         if left := store.clean_staging():
             journal.record("cleaned", removed=[path.name for path in left])
-        text, target = dump_config(survey.config), run_dir / RUN_CONFIG
+        # What one start leaves out of a checkpoint is about that start alone: the next takes everything again.
+        asked = attrs.evolve(survey.config, restore=RestoreConfig())
+        text, target = dump_config(asked), run_dir / RUN_CONFIG
         if not isinstance(start.plan, AlreadyDone) and (not target.exists() or target.read_text() != text):
             replacement = run_dir / f".{RUN_CONFIG}.new"
             replacement.write_text(text)

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.ranks import gather_to_all, rank
 from ckptrain.checkpoint.sharded import load_tensors
@@ -22,7 +23,6 @@ from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron.optimizer import set_step_count, step_count
 from ckptrain.megatron.state import StateView, rng_state, set_rng_state
 from ckptrain.megatron.world import seed_generators
-from ckptrain.training.saving import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.training.setup import ModelSetup
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import attrs
 
+from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.checkpoint.manifest import FileDigest, Manifest, TensorEntry
 from ckptrain.checkpoint.ranks import gather_to_all
 from ckptrain.checkpoint.retention import Retention
@@ -23,9 +24,6 @@ from ckptrain.megatron.optimizer import step_count
 from ckptrain.megatron.state import HostCopy, rng_state
 from ckptrain.training.setup import DataSetup, ModelSetup
 from ckptrain.training.start import Survey, versions
-
-ADAPTER_DIRECTORY = "adapter"
-OPTIMIZER_DIRECTORY = "optimizer"
 
 _NOTICED_WAIT_S = 0.05
 

@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 from support.faults import FaultyDisk
+from support.files import data_files
 from support.launch import launch
 
 from ckptrain.checkpoint import writer as writer_module
@@ -77,15 +78,6 @@ def save(writer: CheckpointWriter, content: Content) -> Saved | NotSaved:
     outcome = writer.wait()
     assert outcome is not None
     return outcome
-
-
-def data_files(checkpoint: Path) -> dict[str, bytes]:
-    """Return the bytes of all files but the manifest's."""
-    return {
-        str(path.relative_to(checkpoint)): path.read_bytes()
-        for path in checkpoint.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def test_both_ways_write_the_same_bytes(

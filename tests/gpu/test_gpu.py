@@ -16,12 +16,7 @@ from pathlib import Path
 import pytest
 from tiny import write_chats, write_llama
 
-NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]")))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="there is no CUDA device"),
-]
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +140,7 @@ def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path:
     assert (adapted - plain).abs().max() > 0.05
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "layout",
     [

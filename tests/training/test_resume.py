@@ -10,8 +10,10 @@ from typing import Any
 
 import orjson
 import pytest
+from support.files import data_files
 from support.launch import Ranks, launch, run_training
 
+from ckptrain.api import config_of_run
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.training import saving as saving_module
@@ -27,15 +29,6 @@ def losses(run_dir: Path) -> dict[int, float]:
     steps = [line["step"] for line in lines if "loss" in line]
     assert len(steps) == len(set(steps)), "a step is recorded twice"
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def tensor_files(checkpoint: Path) -> dict[str, bytes]:
-    """Return the bytes of everything in a checkpoint but its manifest, which has a time in it."""
-    return {
-        str(path.relative_to(checkpoint)): path.read_bytes()
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 class KillAfterSave(Observer):
@@ -81,8 +74,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert results[0].plan.first_step == 4
     assert losses(killed) == losses(straight)
     assert len(losses(straight)) == 6
-    expected = tensor_files(straight / "checkpoints/step-00000006")
-    found = tensor_files(killed / "checkpoints/step-00000006")
+    expected = data_files(straight / "checkpoints/step-00000006")
+    found = data_files(killed / "checkpoints/step-00000006")
     assert found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []
 
@@ -119,10 +112,10 @@ def test_a_run_that_is_done_is_not_run_again(tiny_config: Callable[..., RunConfi
     """A third start of a finished run touches nothing."""
     config = tiny_config("train.steps=2")
     launch(1, lambda: run_training(config, tmp_path))
-    before = tensor_files(tmp_path / "checkpoints/step-00000002"), losses(tmp_path)
+    before = data_files(tmp_path / "checkpoints/step-00000002"), losses(tmp_path)
     [result] = launch(1, lambda: run_training(config, tmp_path))
     assert result.status == "already_done"
-    assert (tensor_files(tmp_path / "checkpoints/step-00000002"), losses(tmp_path)) == before
+    assert (data_files(tmp_path / "checkpoints/step-00000002"), losses(tmp_path)) == before
 
 
 def test_what_a_resume_leaves_out_is_said(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> None:
@@ -136,6 +129,7 @@ def test_what_a_resume_leaves_out_is_said(tiny_config: Callable[..., RunConfig],
     assert receipt["tensors_per_rank"] == [[8, 8]]
     plan = [event for event in events if event["event"] == "plan"][-1]
     assert any("optimizer" in note for note in plan["notes"])
+    assert config_of_run(tmp_path).restore.optimizer, "the next start takes everything again"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.faults import FaultyDisk
+from support.files import data_files
 from support.launch import launch, run_training
 
 from ckptrain.checkpoint.integrity import verify_files
@@ -24,15 +25,6 @@ from ckptrain.training import run as run_module
 from ckptrain.training.observers import Observer, StepRecord
 
 MakeConfig = Callable[..., RunConfig]
-
-
-def data_files(checkpoint: Path) -> dict[str, bytes]:
-    """Return the bytes of everything in a checkpoint but its manifest, which has a time in it."""
-    return {
-        str(path.relative_to(checkpoint)): path.read_bytes()
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
