@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptrain.checkpoint.reading import reading
-from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
+    from ckptrain.convert.from_peft import Import
     from ckptrain.convert.merge import Merge
     from ckptrain.convert.to_peft import Export
     from ckptrain.training.observers import Observer
@@ -56,7 +55,7 @@ def run(
     from ckptrain.training.start import decide_start, survey_run
 
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    survey = survey_run(loaded, num_processes)
+    survey = survey_run(loaded, num_processes, directory)
     if num_processes == 1:
         # What would be refused is refused before torch is loaded; the run decides again when it holds the directory.
         decide_start(survey, directory, read_contents=False)
@@ -112,7 +111,7 @@ def plan(
     directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
     from ckptrain.training.start import decide_start, survey_run
 
-    survey = survey_run(loaded, world_size)
+    survey = survey_run(loaded, world_size, directory.absolute())
     return survey, decide_start(survey, directory.absolute(), read_contents=False)
 
 
@@ -123,11 +122,12 @@ def export(
     dtype: str = "float32",
     overwrite: bool = False,
     verify: bool | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> Export:
     """Write the adapter of a checkpoint (or of a run's newest one) as a Hugging Face PEFT directory.
 
     With `verify` its logits under Hugging Face are compared with those under Megatron first; None does so where the
-    base is on this machine and small.
+    base is on this machine and small. `base` is for what does not say its base, or names one that lies elsewhere.
 
     Raises:
         AdapterMismatch: the logits differ; nothing is written.
@@ -135,9 +135,7 @@ def export(
     """
     from ckptrain.convert.to_peft import export_adapter
 
-    source = resolve_checkpoint(Path(checkpoint))
-    with reading(source):
-        return export_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite, verify=verify)
+    return export_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base))
 
 
 def merge(
@@ -147,6 +145,7 @@ def merge(
     dtype: str | None = None,
     overwrite: bool = False,
     verify: bool | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> Merge:
     """Write the base with the adapter of a checkpoint (or of a run's newest one) in its weights.
 
@@ -156,6 +155,28 @@ def merge(
     """
     from ckptrain.convert.merge import merge_adapter
 
-    source = resolve_checkpoint(Path(checkpoint))
-    with reading(source):
-        return merge_adapter(source.path, Path(out), dtype=dtype, overwrite=overwrite, verify=verify)
+    return merge_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base))
+
+
+def import_adapter(
+    peft: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    kind: str = "auto",
+) -> Import:
+    """Write a Hugging Face PEFT adapter as a checkpoint, which a run can start from.
+
+    `base` is the base model where the adapter names none, or one that is not on this machine; `kind` as `lora.kind`.
+
+    Raises:
+        ProblemsError: the adapter cannot be held, or does not fit the base; every reason is listed.
+        CkptrainError: it is damaged, the base is not here, or `out` exists.
+    """
+    from ckptrain.convert.from_peft import import_adapter as write
+
+    return write(Path(peft), Path(out), base=_str(base), kind=kind)
+
+
+def _str(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from ckptrain.config.layout import Layout, batch_arithmetic
+from ckptrain.config.linear import features, is_expert, weight_names
 from ckptrain.config.schema import LoraConfig, RunConfig
 from ckptrain.config.shape import ModelShape
 from ckptrain.config.targets import Targets
@@ -48,19 +49,19 @@ class Memory:
 def adapter_tensors(shape: ModelShape, lora: LoraConfig, targets: Targets) -> dict[str, tuple[int, int]]:
     """Return the global shape of every adapter tensor under its Megatron name.
 
-    A (`linear_in.weight`) is `[dim, in_features]`, B (`linear_out.weight`) `[out_features, dim]`; q, k and v, and gate
-    and up, are fused. Every expert has an adapter of its own, as PEFT has it.
+    A (`linear_in.weight`) is `[dim, in_features]`, B (`linear_out.weight`) `[out_features, dim]`. Every expert has an
+    adapter of its own, as PEFT has it.
     """
     tensors = {}
     for module in targets.modules:
-        in_features, out_features = _features(shape, module)
+        in_features, out_features = features(shape, module)
         place, _, short = module.rpartition(".")
         names = [module]
-        if place.endswith(".experts"):
+        if is_expert(module):
             names = [f"{place}.local_experts.{expert}.{short}" for expert in range(shape.num_experts)]
-        for name in names:
-            tensors[f"{name}.adapter.linear_in.weight"] = (lora.dim, in_features)
-            tensors[f"{name}.adapter.linear_out.weight"] = (out_features, lora.dim)
+        for lora_a, lora_b in map(weight_names, names):
+            tensors[lora_a] = (lora.dim, in_features)
+            tensors[lora_b] = (out_features, lora.dim)
     return tensors
 
 
@@ -135,17 +136,6 @@ def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layou
         mlp = 4 * shape.ffn_hidden_size
     whole_split = layout.tensor if config.parallel.sequence else 1
     return tokens * (whole // whole_split + (attention + mlp) // layout.tensor)
-
-
-def _features(shape: ModelShape, module: str) -> tuple[int, int]:
-    """Return (in_features, out_features) of a module in its fused form."""
-    ffn = shape.moe_ffn_hidden_size if ".experts." in module else shape.ffn_hidden_size
-    return {
-        "linear_qkv": (shape.hidden_size, shape.qkv_size),
-        "linear_proj": (shape.num_heads * shape.head_dim, shape.hidden_size),
-        "linear_fc1": (shape.hidden_size, 2 * ffn),
-        "linear_fc2": (ffn, shape.hidden_size),
-    }[module.rpartition(".")[2]]
 
 
 def _adapter_dtype(config: RunConfig) -> str:

@@ -117,6 +117,12 @@ def _dimensions(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"data.sequence_length={config.data.sequence_length} is more than the {shape.max_positions} positions that"
             " this model knows"
         )
+    if config.lora.splits_fused and tensor > shape.num_kv_heads:
+        yield (
+            f"parallel.tensor={tensor} is more than the {shape.num_kv_heads} key-value heads of this model, and"
+            f" lora.kind={config.lora.kind} adapts k and v by themselves: set parallel.tensor={shape.num_kv_heads} or"
+            " less, or lora.kind=lora"
+        )
     yield from _rank(config, shape)
 
 

@@ -24,7 +24,9 @@ class ModelConfig:
     )
     revision: str | None = option("Branch, tag or commit of a Hub id; a local path has none.", default=None)
     adapter: str | None = option(
-        "Start from this adapter (a run directory or a checkpoint of ckptrain) instead of a new one.", default=None
+        "Start from this adapter instead of a new one: a run directory or a checkpoint of ckptrain, a Hugging Face PEFT"
+        " directory, or a LoRA checkpoint of Megatron-Bridge or NeMo-RL.",
+        default=None,
     )
     dtype: Literal["bfloat16", "float32"] = option(
         "Type of the base weights and of the arithmetic; with bfloat16 the optimizer keeps float32 masters.",
@@ -47,6 +49,11 @@ class LoraConfig:
     """Low-rank adapters: y = W x + (alpha / dim) * B A x, with W frozen (Hu et al. 2021, arXiv:2106.09685)."""
 
     enabled: bool = option("ckptrain trains adapters only; false is refused.", default=True)
+    kind: Literal["auto", "lora", "canonical"] = option(
+        "lora: one adapter for each of Megatron's layers, so that q, k and v share an A, and gate and up do; canonical:"
+        " each has its own, as in Hugging Face PEFT; auto: that of what the run starts from or goes on with, or lora.",
+        default="auto",
+    )
     target_modules: tuple[str, ...] = option(
         "Modules to adapt: Megatron names (linear_qkv, linear_proj, linear_fc1, linear_fc2), wildcards on full names"
         " (*.layers.0.*.linear_qkv), Hugging Face names (q_proj) or all-linear. Empty: every linear layer.",
@@ -76,6 +83,11 @@ class LoraConfig:
     lora_dtype: Literal["bfloat16", "float32"] | None = option(
         "Type of the adapter weights; null is the model's.", default=None
     )
+
+    @property
+    def splits_fused(self) -> bool:
+        """Whether the parts of a fused layer have adapters of their own."""
+        return self.kind == "canonical"
 
 
 @attrs.frozen(kw_only=True)

@@ -5,16 +5,20 @@ each; here every name is global, and the model's owner translates a local name b
 
 All experts of a layer are adapted or none. Their modules are listed once a layer, as `mlp.experts.linear_fc1`, without
 the `local_experts.E` that Megatron has where each expert is a module of its own.
+
+Where every part of a fused layer has an adapter of its own (canonical LoRA), the parts are what is listed:
+`self_attention.linear_q` and not `self_attention.linear_qkv`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ckptrain.config.modules import ALL_LINEAR, FUSED, MODULE_NAMES
+from ckptrain.config.modules import ALL_LINEAR, FUSED, MODULE_NAMES, SPLIT, fused_name, split_names
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
 from ckptrain.config.values import suggestion
@@ -30,17 +34,28 @@ class Targets:
 
     modules: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    _selected: frozenset[str] = attrs.field(init=False, eq=False, repr=False)
+    _by_layer: dict[str, tuple[str, ...]] = attrs.field(init=False, eq=False, repr=False)
 
-    @_selected.default
-    def _select(self) -> frozenset[str]:
-        return frozenset(self.modules)
+    @_by_layer.default
+    def _group(self) -> dict[str, tuple[str, ...]]:
+        found = defaultdict(list)
+        for module in self.modules:
+            place, _, short = module.rpartition(".")
+            found[f"{place}.{fused_name(short)}"].append(short)
+        return {layer: tuple(shorts) for layer, shorts in found.items()}
 
-    def selects(self, global_name: str) -> bool:
-        """Tell whether a module is to be adapted; an expert may be named with its number or without."""
+    def adapted(self, global_name: str) -> tuple[str, ...]:
+        """Return by short name what of a Megatron layer is to be adapted: nothing, the layer itself, or parts of it.
+
+        An expert may be named with its number or without.
+        """
         while global_name.startswith(_WRAPPER):
             global_name = global_name.removeprefix(_WRAPPER)
-        return _EXPERT.sub(".experts", global_name) in self._selected
+        return self._by_layer.get(_EXPERT.sub(".experts", global_name), ())
+
+    def selects(self, global_name: str) -> bool:
+        """Tell whether a Megatron layer is to be adapted, whole or in part."""
+        return bool(self.adapted(global_name))
 
 
 @attrs.frozen(kw_only=True)
@@ -51,15 +66,22 @@ class _Module:
     short: str
     parts: tuple[str, ...]
 
+    @property
+    def split(self) -> dict[str, str]:
+        """Return the global name of each part as a module of its own, by the short Hugging Face name."""
+        place = self.name.removesuffix(self.short)
+        return {part: f"{place}{name}" for part, name in split_names(self.short).items()}
+
     def matched_parts(self, pattern: str) -> frozenset[str]:
-        """Return the Hugging Face layers, by short name, that `pattern` means here: all, if it is a Megatron name."""
-        if pattern in (self.short, ALL_LINEAR) or _wildcard(pattern)(self.name):
-            return frozenset(FUSED[self.short])
+        """Return the Hugging Face layers, by short name, that `pattern` means here: all, if it names the whole."""
         matches = _wildcard(pattern)
+        if pattern in (self.short, ALL_LINEAR) or matches(self.name):
+            return frozenset(FUSED[self.short])
+        split = {part for part, name in self.split.items() if pattern == name.rpartition(".")[2] or matches(name)}
         # As in PEFT, a name means every layer that it is the end of.
-        return frozenset(
+        return frozenset(split) | {
             part.rpartition(".")[2] for part in self.parts if matches(part) or f".{part}".endswith(f".{pattern}")
-        )
+        }
 
 
 def adaptable_modules(shape: ModelShape) -> tuple[str, ...]:
@@ -79,14 +101,15 @@ def resolve_targets(lora: LoraConfig, shape: ModelShape) -> Targets:
     modules = _modules(shape)
     key = "lora.target_modules" if lora.target_modules else "lora.exclude_modules"
     patterns = lora.target_modules or lora.exclude_modules
-    chosen, notes, problems = _choose(key, patterns, modules)
+    chosen, notes, problems = _choose(key, patterns, modules, split=lora.splits_fused)
     if not lora.target_modules:
-        chosen = [module for module in modules if module not in chosen]
+        every = [name for module in modules for name in (module.split.values() if lora.splits_fused else [module.name])]
+        chosen = [name for name in every if name not in set(chosen)]
         if not chosen and not problems:
             problems = [f"lora.exclude_modules: {', '.join(patterns)} leaves no module to adapt"]
     if problems:
         raise ConfigError("cannot choose the modules to adapt", [*problems, _what_there_is(shape)])
-    return Targets(modules=tuple(module.name for module in chosen), notes=tuple(notes))
+    return Targets(modules=tuple(chosen), notes=tuple(notes))
 
 
 def _modules(shape: ModelShape) -> list[_Module]:
@@ -108,8 +131,10 @@ def _modules(shape: ModelShape) -> list[_Module]:
     ]
 
 
-def _choose(key: str, patterns: Sequence[str], modules: list[_Module]) -> tuple[list[_Module], list[str], list[str]]:
-    """Match every pattern; returns the modules, notes on fused layers, and problems."""
+def _choose(
+    key: str, patterns: Sequence[str], modules: list[_Module], *, split: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Match every pattern; returns the names of what is chosen, notes on fused layers, and problems."""
     parts: dict[str, set[str]] = {module.name: set() for module in modules}
     by: dict[str, list[str]] = {module.name: [] for module in modules}
     problems = []
@@ -129,9 +154,12 @@ def _choose(key: str, patterns: Sequence[str], modules: list[_Module]) -> tuple[
                 by[module.name].append(written)
         if not matched:
             problems.append(f"{key}: {written} matches nothing{suggestion(written.rpartition('.')[2], MODULE_NAMES)}")
+    if split:
+        by_part = [(part, name, module) for module in modules for part, name in module.split.items()]
+        return [name for part, name, module in by_part if part in parts[module.name]], [], problems
     chosen = [module for module in modules if parts[module.name]]
     also = "is adapted too" if key == "lora.target_modules" else "is left out too"
-    return chosen, _fusion_notes(key, chosen, parts, by, also), problems
+    return [module.name for module in chosen], _fusion_notes(key, chosen, parts, by, also), problems
 
 
 def _fusion_notes(
@@ -145,7 +173,10 @@ def _fusion_notes(
             fused = _listing(FUSED[module.short]).replace("_proj", "")
             verb = also if len(extra) == 1 else also.replace("is", "are", 1)
             asked = ", ".join(by[module.name])
-            note = f"{key}: {asked}: Megatron fuses {fused} in {module.short}, so {_listing(extra)} {verb}"
+            note = (
+                f"{key}: {asked}: Megatron fuses {fused} in {module.short}, so {_listing(extra)} {verb};"
+                " lora.kind=canonical gives each an adapter of its own"
+            )
             notes[note] = None
     return list(notes)
 
@@ -160,5 +191,6 @@ def _listing(words: Sequence[str]) -> str:
 
 
 def _what_there_is(shape: ModelShape) -> str:
-    names, examples = ", ".join(MODULE_NAMES), ", ".join(adaptable_modules(shape)[:4])
+    names = ", ".join(name for name in MODULE_NAMES if name not in SPLIT)
+    examples = ", ".join(adaptable_modules(shape)[:4])
     return f"this model has {names} in layers 0 to {shape.num_layers - 1}; full names are such as {examples}"

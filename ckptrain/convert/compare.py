@@ -11,17 +11,17 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor
 
-from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
-from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.sharded import load_tensors
 from ckptrain.config.layout import Layout
-from ckptrain.config.load import load_config, unflatten
+from ckptrain.config.load import load_config
+from ckptrain.config.schema import RunConfig
 from ckptrain.config.targets import Targets
 from ckptrain.convert.gate import Gate
 from ckptrain.convert.parity import huggingface_logits, load_huggingface, megatron_logits, probe_batch
+from ckptrain.convert.source import AdapterSource
 from ckptrain.data.batches import MicroBatch
 from ckptrain.errors import AdapterMismatch
 
@@ -33,11 +33,11 @@ _ROUNDING = 1e-6
 _ONE_PROCESS = Layout(tensor=1, pipeline=1, context=1, expert=1, data=1)
 
 
-def check_adapter(checkpoint: CommittedCheckpoint, base: Path, adapter: Path, *, has_effect: bool) -> Gate:
-    """Compare a checkpoint under Megatron with the PEFT directory that was made of it.
+def check_adapter(source: AdapterSource, base: Path, adapter: Path, *, has_effect: bool) -> Gate:
+    """Compare an adapter under Megatron with the PEFT directory that was made of it.
 
     Args:
-        checkpoint: what was exported.
+        source: what was exported.
         base: the base as a Hugging Face directory.
         adapter: the PEFT directory.
         has_effect: whether the adapter's matrices are such that logits must change.
@@ -45,26 +45,24 @@ def check_adapter(checkpoint: CommittedCheckpoint, base: Path, adapter: Path, *,
     Raises:
         AdapterMismatch: PEFT dropped a key, the logits differ, or there is no effect where there should be one.
     """
-    batch = probe_batch(checkpoint.manifest.shape.vocab_size)
+    batch = probe_batch(source.shape.vocab_size)
     alone, adapted = peft_logits(base, adapter, batch)
-    return _judge(checkpoint, base, batch, alone, adapted, dtype=torch.float32, has_effect=has_effect)
+    return _judge(source, base, batch, alone, adapted, dtype=torch.float32, has_effect=has_effect)
 
 
-def check_merged(
-    checkpoint: CommittedCheckpoint, base: Path, merged: Path, *, dtype: torch.dtype, has_effect: bool
-) -> Gate:
-    """Compare a checkpoint under Megatron with the model that it was merged into, as `check_adapter` does.
+def check_merged(source: AdapterSource, base: Path, merged: Path, *, dtype: torch.dtype, has_effect: bool) -> Gate:
+    """Compare an adapter under Megatron with the model that it was merged into, as `check_adapter` does.
 
     Merged weights are rounded to the base's type, once; in 16 bits that alone moves logits by a per cent or so.
 
     Raises:
         AdapterMismatch: the logits differ by more than that, or there is no effect where there should be one.
     """
-    batch = probe_batch(checkpoint.manifest.shape.vocab_size)
+    batch = probe_batch(source.shape.vocab_size)
     cpu = torch.device("cpu")
     alone = huggingface_logits(load_huggingface(base, torch.float32, cpu), batch)
     adapted = huggingface_logits(load_huggingface(merged, torch.float32, cpu), batch)
-    return _judge(checkpoint, base, batch, alone, adapted, dtype=dtype, has_effect=has_effect)
+    return _judge(source, base, batch, alone, adapted, dtype=dtype, has_effect=has_effect)
 
 
 def peft_logits(base: Path, adapter: Path, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -89,7 +87,7 @@ def peft_logits(base: Path, adapter: Path, batch: MicroBatch) -> tuple[Tensor, T
 
 
 def _judge(
-    checkpoint: CommittedCheckpoint,
+    source: AdapterSource,
     base: Path,
     batch: MicroBatch,
     alone: Tensor,
@@ -98,7 +96,7 @@ def _judge(
     dtype: torch.dtype,
     has_effect: bool,
 ) -> Gate:
-    trained = adapted_megatron_logits(checkpoint, base, batch)
+    trained = adapted_megatron_logits(source, base, batch)
     largest = max(trained.abs().max().item(), 1.0)
     gate = Gate(
         difference=(trained - adapted).abs().max().item(),
@@ -118,42 +116,39 @@ def _judge(
         )
     if problems:
         raise AdapterMismatch(
-            f"what was made of {checkpoint.path} does not do under Hugging Face what it does under Megatron", problems
+            f"what was made of {source.path} does not do under Hugging Face what it does under Megatron", problems
         )
     return gate
 
 
-def adapted_megatron_logits(checkpoint: CommittedCheckpoint, base: Path, batch: MicroBatch) -> Tensor:
-    """Return the logits of the base with a checkpoint's adapter under Megatron, [tokens, vocab], in this process."""
-    from ckptrain.megatron.adapters import adapter_parameters, attach_adapters
+def adapted_megatron_logits(source: AdapterSource, base: Path, batch: MicroBatch) -> Tensor:
+    """Return the logits of the base with an adapter under Megatron, [tokens, vocab], in this process."""
+    from ckptrain.megatron.adapters import adapter_parameters, attach_adapters, fill_adapters
     from ckptrain.megatron.model import build_model, load_base_weights, open_bridge
-    from ckptrain.megatron.state import AdapterStore
 
-    manifest = checkpoint.manifest
-    overrides = ["model.dtype=float32", "parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false"]
-    config = load_config(unflatten(manifest.config), overrides, check_inputs=False)
-    with _one_process(config.train.seed):
-        bridge = open_bridge(base, manifest.shape.architecture)
-        model = build_model(bridge, config, _ONE_PROCESS, "local")
+    shape, lora = source.shape, source.facts.lora
+    with _one_process():
+        bridge = open_bridge(base, shape.architecture)
+        model = build_model(bridge, _probe_config(base), _ONE_PROCESS, "local")
         load_base_weights(bridge, model)
-        attach_adapters(model, config.lora, Targets(modules=manifest.lora.modules))
-        view = AdapterStore(adapter_parameters(model), manifest.shape.num_layers).adapters()
-        buffers = view.to_load()
-        load_tensors(buffers, checkpoint.path / ADAPTER_DIRECTORY, alone=True)
-        if (filled := view.take(buffers)) != len(view.shapes):
-            raise AdapterMismatch(
-                f"cannot put {checkpoint.path} under Megatron",
-                [f"{filled} of {len(view.shapes)} adapter tensors were read, the others hold NaN"],
-            )
-        return megatron_logits(model, batch, manifest.shape.vocab_size)
+        attach_adapters(model, attrs.evolve(lora.settings, dropout=0.0), Targets(modules=lora.modules))
+        with source.layers() as read:
+            fill_adapters(adapter_parameters(model), read)
+        return megatron_logits(model, batch, shape.vocab_size)
+
+
+def _probe_config(base: Path) -> RunConfig:
+    """Return a configuration that builds the base in float32 on one process, whatever it was trained by."""
+    model = {"pretrained": str(base), "dtype": "float32"}
+    return load_config({"model": model, "data": {"train": ""}}, check_inputs=False)
 
 
 @contextlib.contextmanager
-def _one_process(seed: int) -> Iterator[None]:
+def _one_process() -> Iterator[None]:
     from ckptrain.megatron.world import close_model_parallel, open_model_parallel, open_process_group
 
     with open_process_group():
-        open_model_parallel(_ONE_PROCESS, seed)
+        open_model_parallel(_ONE_PROCESS, seed=0)
         try:
             yield
         finally:

@@ -13,8 +13,6 @@ from typing import Any
 
 import attrs
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ckptrain.checkpoint.integrity import fsync_directory, fsync_file
 from ckptrain.checkpoint.store import CHECKPOINTS
@@ -36,6 +34,7 @@ class Kind:
 
 
 EXPORT = Kind(verb="export", noun="export", provenance_name="ckptrain_export.json", format="ckptrain-export-1")
+IMPORTED = Kind(verb="import", noun="imported adapter", provenance_name="manifest.json", format="none")
 MERGED = Kind(verb="merge", noun="merged model", provenance_name="ckptrain_merge.json", format="ckptrain-merge-1")
 
 _FILES_OF_EXPORTS = (WEIGHTS_NAME, CONFIG_NAME)
@@ -78,18 +77,6 @@ def check_destination(kind: Kind, out: Path, checkpoint: Path, *, overwrite: boo
         )
 
 
-def write_peft_directory(staging: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write the files that PEFT reads into an empty directory.
-
-    Args:
-        staging: the directory.
-        tensors: by PEFT's name in a state dict, contiguous, none sharing memory with another.
-        config: adapter_config.json.
-    """
-    save_file(dict(tensors), staging / WEIGHTS_NAME, metadata={"format": "pt"})
-    write_json(staging / CONFIG_NAME, config)
-
-
 def write_provenance(kind: Kind, staging: Path, facts: Mapping[str, Any]) -> None:
     """Write the last file of a directory, which says where it comes from and which files are its own."""
     files = sorted(path.name for path in staging.iterdir())
@@ -119,7 +106,8 @@ def published(out: Path, *, overwrite: bool) -> Iterator[Path]:
         staging.mkdir()
         yield staging
         for file in staging.iterdir():
-            fsync_file(file)
+            if file.is_file():
+                fsync_file(file)
         fsync_directory(staging)
         _move(staging, out, overwrite=overwrite)
         fsync_directory(out.parent)

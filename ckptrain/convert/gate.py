@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.config.base import locate_base
 from ckptrain.config.identity import base_identity
 from ckptrain.config.schema import ModelConfig
 from ckptrain.convert.pretrained import local_directory
+from ckptrain.convert.source import AdapterSource
 from ckptrain.errors import ConfigError
 
 AUTO_PARAMETERS = 1_500_000_000
@@ -36,14 +36,12 @@ class Gate:
     """Length of the probe."""
 
 
-def pass_gate(
-    verify: bool | None, checkpoint: CommittedCheckpoint, check: Callable[[Path], Gate]
-) -> tuple[Gate | None, str]:
-    """Run a check with the base that a checkpoint was trained on, where that is wanted; returns its result and why.
+def pass_gate(verify: bool | None, source: AdapterSource, check: Callable[[Path], Gate]) -> tuple[Gate | None, str]:
+    """Run a check with the base that an adapter was made for, where that is wanted; returns its result and why.
 
     Args:
         verify: None checks where the base is on this machine and of a size for two copies of it in float32.
-        checkpoint: what is to be compared.
+        source: what is to be compared.
         check: what to do with the base's Hugging Face directory.
 
     Raises:
@@ -52,37 +50,34 @@ def pass_gate(
     """
     if verify is False:
         return None, "not asked for"
-    manifest = checkpoint.manifest
     try:
-        base = base_of(checkpoint)
+        base = base_of(source)
     except ConfigError as error:
         if verify:
             raise
         return None, error.problems[0] if error.problems else str(error)
-    billions = manifest.shape.num_parameters / 1e9
-    if verify is None and manifest.shape.num_parameters > AUTO_PARAMETERS:
+    billions = source.shape.num_parameters / 1e9
+    if verify is None and source.shape.num_parameters > AUTO_PARAMETERS:
         return None, f"the base has {billions:.1f} billion parameters; --verify compares it all the same"
     return check(base), "logits of a probe were compared"
 
 
-def base_of(checkpoint: CommittedCheckpoint) -> Path:
-    """Return the base that a checkpoint was trained on, as a Hugging Face directory on this machine.
+def base_of(source: AdapterSource) -> Path:
+    """Return the base that an adapter was made for, as a Hugging Face directory on this machine.
 
     Raises:
         ConfigError: it is not here, or what is here under its name is another.
     """
-    expected = checkpoint.manifest.base
-    pretrained = str(checkpoint.manifest.config.get("model.pretrained", expected.name))
-    base = locate_base(ModelConfig(pretrained=pretrained, revision=expected.revision))
+    expected = source.base
+    base = locate_base(ModelConfig(pretrained=expected.pretrained, revision=expected.revision))
     if base.path is None:
         raise ConfigError("the base is needed", [f"{expected.name} is not on this machine"])
-    found = base_identity(base)
-    if found.fingerprint != expected.fingerprint:
+    if expected.fingerprint is not None and (found := base_identity(base).fingerprint) != expected.fingerprint:
         raise ConfigError(
             "the base is needed",
             [
-                f"{base.path} is another model than {checkpoint.path} was trained on (fingerprint"
-                f" {found.fingerprint[:12]}..., expected {expected.fingerprint[:12]}...)"
+                f"{base.path} is another model than {source.path} was trained on (fingerprint {found[:12]}...,"
+                f" expected {expected.fingerprint[:12]}...)"
             ],
         )
     return local_directory(base)

@@ -17,12 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.config.base import read_json, weight_files
+from ckptrain.config.linear import weight_names
 from ckptrain.convert.directory import MERGED, check_destination, published, write_json, write_provenance
 from ckptrain.convert.gate import Gate, base_of, gate_record, pass_gate
-from ckptrain.convert.to_peft import DTYPES, huggingface_matrices, provenance, read_adapter
+from ckptrain.convert.source import AdapterSource, ReadLayer
+from ckptrain.convert.sources import open_source
+from ckptrain.convert.to_peft import DTYPES, Effect, adapted_modules, check_whole, provenance
+from ckptrain.convert.unfuse import Module, huggingface_layers, unfuse
 from ckptrain.errors import ConfigError, ProblemsError
 
 _INDEX_NAME = "model.safetensors.index.json"
@@ -32,7 +34,7 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 _MOST_PROBLEMS = 20
 
 type Update = tuple[Tensor, Tensor]
-"""A [rank, in_features] and B [out_features, rank] of one Hugging Face layer, float32."""
+"""A [rank, in_features] and B [out_features, rank] of one Hugging Face layer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,16 +58,23 @@ class Merge:
 
 
 def merge_adapter(
-    checkpoint: Path, out: Path, *, dtype: str | None = None, overwrite: bool = False, verify: bool | None = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    verify: bool | None = False,
+    base: str | None = None,
 ) -> Merge:
     """Write the base with the adapter of a checkpoint in its weights, as `from_pretrained` loads it.
 
     Args:
-        checkpoint: a checkpoint, or a run, of which the newest is taken.
+        checkpoint: a checkpoint, a run, of which the newest is taken, or what else `open_source` knows.
         out: the directory to make; it is there complete or not at all.
         dtype: of all floating point weights; None keeps each in the type that the base stores it in.
         overwrite: replace an earlier merged model at `out`.
         verify: compare logits with those under Megatron first; None does where the base is small.
+        base: the base model, for an adapter that does not say it.
 
     Raises:
         CheckpointNotFound: `checkpoint` is none.
@@ -77,27 +86,34 @@ def merge_adapter(
     """
     if dtype not in (None, *DTYPES):
         raise ConfigError("cannot merge", [f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}"])
-    source, out = resolve_checkpoint(checkpoint), out.resolve()
-    check_destination(MERGED, out, source.path, overwrite=overwrite)
-    updates, effect = _updates(source)
-    base = base_of(source)
-    weights = _weights(base)
-    _check_fit(updates, weights, base)
-    wanted = None if dtype is None else getattr(torch, dtype)
-    with published(out, overwrite=overwrite) as staging:
-        num_bytes, rounded = _write_weights(weights, staging, updates, _scale(source), wanted)
-        _copy_rest(base, staging, wanted)
-        gate, why = pass_gate(
-            verify, source, lambda directory: _compare(source, directory, staging, rounded, has_effect=effect > 0)
-        )
-        facts = {"dtype": dtype or "base", "merged": len(updates), "gate": gate_record(gate, why)}
-        write_provenance(MERGED, staging, {**provenance(source), **facts})
+    source, out = open_source(checkpoint, base=base), out.resolve()
+    with source.held():
+        check_destination(MERGED, out, source.path, overwrite=overwrite)
+        check_whole(source, "merge")
+        base_directory = base_of(source)
+        weights = _weights(base_directory)
+        sizes = _sizes(source)
+        _check_fit(sizes, weights, base_directory)
+        wanted = None if dtype is None else getattr(torch, dtype)
+        with published(out, overwrite=overwrite) as staging:
+            with source.layers() as read:
+                updates = _Updates(source, read)
+                num_bytes, rounded = _write_weights(weights, staging, updates, wanted)
+            updates.check()
+            _copy_rest(base_directory, staging, wanted)
+            gate, why = pass_gate(
+                verify,
+                source,
+                lambda directory: _compare(source, directory, staging, rounded, has_effect=updates.effect.norm > 0),
+            )
+            facts = {"dtype": dtype or "base", "merged": len(sizes), "gate": gate_record(gate, why)}
+            write_provenance(MERGED, staging, {**provenance(source), **facts})
     return Merge(
         path=out,
-        base=source.manifest.base.name,
-        run_id=source.manifest.run_id,
-        step=source.manifest.step,
-        merged=len(updates),
+        base=source.base.name,
+        run_id=source.run_id,
+        step=source.step,
+        merged=len(sizes),
         files=len(weights),
         num_bytes=num_bytes,
         dtype=dtype or "base",
@@ -106,20 +122,61 @@ def merge_adapter(
     )
 
 
-def _scale(source: CommittedCheckpoint) -> float:
-    settings = source.manifest.lora.settings
-    return settings.alpha / settings.dim
+def _sizes(source: AdapterSource) -> dict[str, tuple[int, int]]:
+    """Return [out_features, in_features] of every weight that the adapter changes, by Hugging Face name."""
+    modules = adapted_modules(source)
+    layers = {name: size for module in modules for name, size in huggingface_layers(module, source.shape).items()}
+    return {f"{name}.weight": (out_features, in_features) for name, (in_features, out_features) in layers.items()}
 
 
-def _updates(source: CommittedCheckpoint) -> tuple[dict[str, Update], float]:
-    """Return A and B by the name of the weight that they change, and the adapter's effect."""
-    modules, adapter = read_adapter(source)
-    matrices, effect = huggingface_matrices(modules, adapter, source.manifest, torch.float32)
-    layers = sorted({name.removesuffix(".lora_A.weight") for name in matrices if name.endswith(".lora_A.weight")})
-    updates = {
-        f"{layer}.weight": (matrices[f"{layer}.lora_A.weight"], matrices[f"{layer}.lora_B.weight"]) for layer in layers
-    }
-    return updates, effect
+class _Updates:
+    """A and B by the name of the weight that they change, read a layer at a time: files hold whole layers mostly."""
+
+    def __init__(self, source: AdapterSource, read: ReadLayer) -> None:
+        self._source, self._read = source, read
+        self._modules: dict[int, list[Module]] = {}
+        for module in adapted_modules(source):
+            self._modules.setdefault(module.layer, []).append(module)
+        self._places = {
+            f"{name}.weight": module.layer
+            for modules in self._modules.values()
+            for module in modules
+            for name in huggingface_layers(module, source.shape)
+        }
+        self._layer: int | None = None
+        self._held: dict[str, Update] = {}
+        self._counted: set[int] = set()
+        settings = source.facts.lora.settings
+        self.effect = Effect(scale=settings.alpha / settings.dim, dtype=torch.float32)
+
+    def get(self, name: str) -> Update | None:
+        """Return what changes a weight; None where nothing does."""
+        layer = self._places.get(name)
+        if layer is None:
+            return None
+        if layer != self._layer:
+            self._held, self._layer = self._of(layer), layer
+        return self._held[name]
+
+    def check(self) -> None:
+        """See that what was read could be used.
+
+        Raises:
+            ProblemsError: a matrix is not finite.
+        """
+        if self.effect.problems:
+            raise ProblemsError(f"cannot merge {self._source.path}", self.effect.problems[:_MOST_PROBLEMS])
+
+    def _of(self, layer: int) -> dict[str, Update]:
+        matrices = self._read(layer)
+        updates: dict[str, Update] = {}
+        for module in self._modules[layer]:
+            lora_a, lora_b = (matrices[name] for name in weight_names(module.name))
+            if layer not in self._counted:
+                self.effect.add(module, lora_a, lora_b)
+            updates |= {f"{name}.weight": (a, b) for name, a, b in unfuse(module, lora_a, lora_b, self._source.shape)}
+        self._counted.add(layer)
+        return updates
 
 
 def _weights(base: Path) -> dict[Path, dict[str, tuple[int, ...]]]:
@@ -144,7 +201,7 @@ def _weights(base: Path) -> dict[Path, dict[str, tuple[int, ...]]]:
 
 
 def _check_fit(
-    updates: Mapping[str, Update], weights: Mapping[Path, Mapping[str, tuple[int, ...]]], base: Path
+    sizes: Mapping[str, tuple[int, int]], weights: Mapping[Path, Mapping[str, tuple[int, ...]]], base: Path
 ) -> None:
     """Refuse before anything is written what would leave a part of the adapter out.
 
@@ -152,11 +209,12 @@ def _check_fit(
         ProblemsError: a weight is missing from the base, or of another shape; they are listed.
     """
     shapes = {name: shape for file in weights.values() for name, shape in file.items()}
-    problems = [f"{name} is adapted, and the base has no such weight" for name in updates if name not in shapes]
-    for name, (lora_a, lora_b) in updates.items():
-        expected = (lora_b.shape[0], lora_a.shape[1])
-        if name in shapes and shapes[name] != expected:
-            problems.append(f"{name} is {list(shapes[name])} in the base, and the adapter is for {list(expected)}")
+    problems = [f"{name} is adapted, and the base has no such weight" for name in sizes if name not in shapes]
+    problems += [
+        f"{name} is {list(shapes[name])} in the base, and the adapter is for {list(expected)}"
+        for name, expected in sizes.items()
+        if name in shapes and shapes[name] != expected
+    ]
     if problems:
         raise ProblemsError(f"cannot merge into {base}", problems[:_MOST_PROBLEMS])
 
@@ -164,8 +222,7 @@ def _check_fit(
 def _write_weights(
     weights: Mapping[Path, Mapping[str, Any]],
     staging: Path,
-    updates: Mapping[str, Update],
-    scale: float,
+    updates: _Updates,
     dtype: torch.dtype | None,
 ) -> tuple[int, torch.dtype]:
     """Write every weight file again; returns their bytes and the type that merged weights were rounded to."""
@@ -176,7 +233,7 @@ def _write_weights(
             update = updates.get(name)
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             if update is not None:
-                tensor = merged(tensor, *update, scale)  # noqa: PLW2901
+                tensor = merged(tensor, *update, updates.effect.scale)  # noqa: PLW2901
                 rounded = target
                 if not tensor.to(target).isfinite().all():
                     raise ProblemsError("cannot merge", [f"{name} is not finite in {target} with the adapter in it"])
@@ -219,7 +276,7 @@ def _copy_rest(base: Path, staging: Path, dtype: torch.dtype | None) -> None:
         write_json(staging / _CONFIG_NAME, {**config, "dtype": str(dtype).removeprefix("torch.")})
 
 
-def _compare(source: CommittedCheckpoint, base: Path, written: Path, dtype: torch.dtype, *, has_effect: bool) -> Gate:
+def _compare(source: AdapterSource, base: Path, written: Path, dtype: torch.dtype, *, has_effect: bool) -> Gate:
     from ckptrain.convert.compare import check_merged  # needs Megatron, which a merge does not
 
     return check_merged(source, base, written, dtype=dtype, has_effect=has_effect)

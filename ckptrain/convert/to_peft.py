@@ -1,15 +1,16 @@
 """From a checkpoint to a Hugging Face PEFT adapter, without the base's weights and without Megatron.
 
 A checkpoint holds whole matrices under global names, whatever layout wrote them, so the export is renaming and cutting
-rows: memory and time go with the size of the adapter, not of the base. Of the base only the dimensions are needed, and
-the manifest has them.
+rows. It goes layer by layer, from file to file: time goes with the size of the adapter, and memory with that of one of
+its layers. Of the base only the dimensions are needed, and the manifest has them.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,21 @@ import torch
 from torch import Tensor
 
 import ckptrain
-from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file, verify_files
-from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ckptrain.checkpoint.resolve import resolve_checkpoint
-from ckptrain.checkpoint.sharded import load_tensors, read_metadata, stored_tensors
+from ckptrain.config.linear import weight_names
 from ckptrain.convert.directory import (
+    CONFIG_NAME,
     EXPORT,
     WEIGHTS_NAME,
     check_destination,
     published,
-    write_peft_directory,
+    write_json,
     write_provenance,
 )
 from ckptrain.convert.gate import Gate, gate_record, pass_gate
-from ckptrain.convert.unfuse import (
-    Module,
-    adapter_problems,
-    by_layer,
-    fill_in_experts,
-    pair_up,
-    parse_module,
-    target_modules,
-    unfuse,
-)
+from ckptrain.convert.source import AdapterSource
+from ckptrain.convert.sources import open_source
+from ckptrain.convert.stream import Declared, SafetensorsStream
+from ckptrain.convert.unfuse import Module, huggingface_layers, missing_beside, parse_module, target_modules, unfuse
 from ckptrain.errors import CheckpointDamaged, ConfigError, ProblemsError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,6 +59,7 @@ class Export:
     alpha: int
     target_modules: tuple[str, ...]
     run_id: str
+    """Empty where it is not known, as the step is 0."""
     step: int
     effect: float
     """The sum over adapted modules of the Frobenius norm of (alpha / rank) B A; 0 for an adapter that does nothing."""
@@ -76,17 +69,46 @@ class Export:
     warning: str | None
 
 
+@attrs.define(kw_only=True)
+class Effect:
+    """What an adapter does, added up module by module, and which of its weights cannot be written as asked."""
+
+    scale: float
+    """alpha / rank."""
+    dtype: torch.dtype
+    norm: float = 0.0
+    """The sum over modules of the Frobenius norm of scale B A."""
+    problems: list[str] = attrs.field(factory=list)
+
+    def add(self, module: Module, lora_a: Tensor, lora_b: Tensor) -> None:
+        """Count one module's matrices in."""
+        self.norm += self.scale * _product_norm(lora_a, lora_b)
+        for name, tensor in zip(weight_names(module.name), (lora_a, lora_b), strict=True):
+            largest = max(abs(extreme.item()) for extreme in tensor.aminmax())
+            if not math.isfinite(largest):
+                self.problems.append(f"{name} holds NaN or infinity: export an earlier checkpoint")
+            elif not torch.tensor(largest, dtype=self.dtype).isfinite():
+                self.problems.append(f"{name} is too large for {self.dtype}: export as float32")
+
+
 def export_adapter(
-    checkpoint: Path, out: Path, *, dtype: str = "float32", overwrite: bool = False, verify: bool | None = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    verify: bool | None = False,
+    base: str | None = None,
 ) -> Export:
     """Write the adapter of a checkpoint as a directory that `peft.PeftModel.from_pretrained` loads.
 
     Args:
-        checkpoint: a checkpoint, or a run, of which the newest is taken.
+        checkpoint: a checkpoint, a run, of which the newest is taken, or what else `open_source` knows.
         out: the directory to make; it is there complete or not at all.
         dtype: of the matrices: float32 holds what was trained exactly, whichever type it was trained in.
         overwrite: replace an earlier export at `out`.
         verify: compare logits under Hugging Face and Megatron first; None does where the base is at hand and small.
+        base: the base model, for an adapter that does not say it.
 
     Raises:
         AdapterMismatch: they differ; nothing is written.
@@ -98,29 +120,30 @@ def export_adapter(
     """
     if dtype not in DTYPES:
         raise ConfigError("cannot export", [f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}"])
-    source, out = resolve_checkpoint(checkpoint), out.resolve()
-    check_destination(EXPORT, out, source.path, overwrite=overwrite)
-    manifest = source.manifest
-    modules, adapter = read_adapter(source)
-    tensors, effect = huggingface_matrices(modules, adapter, manifest, getattr(torch, dtype))
-    config = _peft_config(manifest, modules)
-    with published(out, overwrite=overwrite) as staging:
-        write_peft_directory(staging, {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, config)
-        num_bytes = (staging / WEIGHTS_NAME).stat().st_size
-        gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, effect))
-        facts = {"dtype": dtype, "tensors": len(tensors), "effect": effect, "gate": gate_record(gate, why)}
-        write_provenance(EXPORT, staging, {**provenance(source), **facts})
+    source, out = open_source(checkpoint, base=base), out.resolve()
+    with source.held():
+        check_destination(EXPORT, out, source.path, overwrite=overwrite)
+        check_whole(source, "export")
+        modules = adapted_modules(source)
+        config = _peft_config(source, modules)
+        with published(out, overwrite=overwrite) as staging:
+            tensors, effect = _write_weights(staging / WEIGHTS_NAME, source, modules, dtype)
+            write_json(staging / CONFIG_NAME, config)
+            num_bytes = (staging / WEIGHTS_NAME).stat().st_size
+            gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, effect))
+            facts = {"dtype": dtype, "tensors": tensors, "effect": effect, "gate": gate_record(gate, why)}
+            write_provenance(EXPORT, staging, {**provenance(source), **facts})
     return Export(
         path=out,
-        tensors=len(tensors),
+        tensors=tensors,
         num_bytes=num_bytes,
         dtype=dtype,
-        base=manifest.base.name,
-        rank=manifest.lora.settings.dim,
-        alpha=manifest.lora.settings.alpha,
+        base=source.base.name,
+        rank=source.facts.lora.settings.dim,
+        alpha=source.facts.lora.settings.alpha,
         target_modules=tuple(config["target_modules"]),
-        run_id=manifest.run_id,
-        step=manifest.step,
+        run_id=source.run_id,
+        step=source.step,
         effect=effect,
         gate=gate,
         gate_reason=why,
@@ -128,62 +151,68 @@ def export_adapter(
     )
 
 
-def _compare(source: CommittedCheckpoint, base: Path, written: Path, effect: float) -> Gate:
+def _compare(source: AdapterSource, base: Path, written: Path, effect: float) -> Gate:
     from ckptrain.convert.compare import check_adapter  # needs Megatron, which an export does not
 
     return check_adapter(source, base, written, has_effect=effect > 0)
 
 
-def read_adapter(source: CommittedCheckpoint) -> tuple[dict[str, Module], dict[str, Tensor]]:
-    """Return the adapted modules and the adapter's tensors, by global name, after a check that they belong together.
+def check_whole(source: AdapterSource, verb: str) -> None:
+    """Read every file of an adapter.
 
     Raises:
-        CheckpointDamaged: a file is not what the manifest says, or the adapter is none for the base.
+        CheckpointDamaged: one is not as it should be, or the adapter is none for its base.
     """
-    if problems := verify_files(source):
-        raise CheckpointDamaged(f"cannot export {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
-    directory, lora = source.path / ADAPTER_DIRECTORY, source.manifest.lora
-    # Whole tensors, of the type that they were saved in: a single process reads all shards of whatever layout.
-    stored = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        for name, tensor in stored_tensors(read_metadata(directory)).items()
-    }
-    adapter = by_layer(stored)
-    if problems := adapter_problems(adapter, lora.modules, lora.settings.dim, source.manifest.shape):
-        raise CheckpointDamaged(
-            f"cannot export {source.path}: its adapter is not what its manifest says", problems[:_MOST_PROBLEMS]
-        )
-    load_tensors(stored, directory)  # in place, so that the views of single layers are filled too
-    found = {name: parse_module(name) for name in lora.modules}
-    modules = {name: module for name, module in found.items() if module is not None}
-    return fill_in_experts(modules, adapter, lora.settings.dim, source.manifest.shape)
+    if problems := source.problems():
+        raise CheckpointDamaged(f"cannot {verb} {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
 
 
-def huggingface_matrices(
-    modules: Mapping[str, Module], adapter: Mapping[str, Tensor], manifest: Manifest, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], float]:
-    """Return A and B of every Hugging Face layer, by its name and `lora_A.weight` or `lora_B.weight`, and the effect.
+def adapted_modules(source: AdapterSource) -> list[Module]:
+    """Return what an adapter adapts, layer by layer, in the order of its own list within a layer."""
+    found = [module for name in source.facts.lora.modules if (module := parse_module(name)) is not None]
+    return sorted(found, key=lambda module: module.layer)
+
+
+def read_modules(source: AdapterSource, modules: Sequence[Module]) -> Iterator[tuple[Module, Tensor, Tensor]]:
+    """Yield (module, A, B), reading one layer at a time; the modules are in the order of their layers."""
+    with source.layers() as read:
+        for layer, of_layer in itertools.groupby(modules, key=lambda module: module.layer):
+            matrices = read(layer)
+            for module in of_layer:
+                lora_a, lora_b = (matrices[name] for name in weight_names(module.name))
+                yield module, lora_a, lora_b
+
+
+def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module], dtype: str) -> tuple[int, float]:
+    """Write the matrices as they come; returns how many, and the adapter's effect.
 
     Raises:
         ProblemsError: a weight is NaN or infinite, or becomes so in `dtype`.
     """
-    settings = manifest.lora.settings
-    tensors: dict[str, Tensor] = {}
-    effect, problems = 0.0, []
-    for name, (lora_a, lora_b) in pair_up(adapter).items():
-        effect += settings.alpha / settings.dim * _product_norm(lora_a, lora_b)
-        for half, tensor in (("linear_in", lora_a), ("linear_out", lora_b)):
-            largest = max(abs(extreme.item()) for extreme in tensor.aminmax())
-            if not math.isfinite(largest):
-                problems.append(f"{name}.adapter.{half}.weight holds NaN or infinity: export an earlier checkpoint")
-            elif not torch.tensor(largest, dtype=dtype).isfinite():
-                problems.append(f"{name}.adapter.{half}.weight is too large for {dtype}: export as float32")
-        for part, tensor in unfuse(modules[name], lora_a, lora_b, manifest.shape):
-            # A copy for each layer: safetensors stores no tensor twice, and PEFT trains each A on its own.
-            tensors[part] = tensor.to(dtype, copy=True).contiguous()
-    if problems:
-        raise ProblemsError(f"cannot export step {manifest.step} of {manifest.run_id}", problems[:_MOST_PROBLEMS])
-    return tensors, effect
+    settings = source.facts.lora.settings
+    sizes = {name: size for module in modules for name, size in huggingface_layers(module, source.shape).items()}
+    beside = missing_beside(modules, source.shape)
+    declared = {}
+    for name, (in_features, out_features) in {**sizes, **beside}.items():
+        declared[_key(name, "A")] = Declared(dtype=dtype, shape=(settings.dim, in_features))
+        declared[_key(name, "B")] = Declared(dtype=dtype, shape=(out_features, settings.dim))
+    target = getattr(torch, dtype)
+    effect = Effect(scale=settings.alpha / settings.dim, dtype=target)
+    with SafetensorsStream(path, declared) as stream:
+        for module, lora_a, lora_b in read_modules(source, modules):
+            effect.add(module, lora_a, lora_b)
+            for name, a, b in unfuse(module, lora_a, lora_b, source.shape):
+                stream.write(_key(name, "A"), a.to(target))
+                stream.write(_key(name, "B"), b.to(target))
+        for key in (_key(name, half) for name in beside for half in ("A", "B")):
+            stream.write(key, torch.zeros(declared[key].shape, dtype=target))
+    if effect.problems:
+        raise ProblemsError(f"cannot export {source.path}", effect.problems[:_MOST_PROBLEMS])
+    return len(declared), effect.norm
+
+
+def _key(layer: str, half: str) -> str:
+    return f"{_PEFT_PREFIX}{layer}.lora_{half}.weight"
 
 
 def _product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
@@ -193,20 +222,20 @@ def _product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
     return math.sqrt(max(square, 0.0))
 
 
-def _peft_config(manifest: Manifest, modules: Mapping[str, Module]) -> dict[str, Any]:
+def _peft_config(source: AdapterSource, modules: Sequence[Module]) -> dict[str, Any]:
     """Return adapter_config.json as this version of PEFT would write it, with its sets in order."""
     from peft import LoraConfig
 
-    settings = manifest.lora.settings
+    settings = source.facts.lora.settings
     # PEFT has no dropout on stacked experts and would refuse to load; it is of no use without training either.
-    dropout = 0.0 if any(module.is_expert for module in modules.values()) else settings.dropout
+    dropout = 0.0 if any(module.is_expert for module in modules) else settings.dropout
     config = LoraConfig(
         r=settings.dim,
         lora_alpha=settings.alpha,
         lora_dropout=dropout,
-        target_modules=list(target_modules(list(modules.values()), manifest.shape)),
-        base_model_name_or_path=manifest.base.name,
-        revision=manifest.base.revision,
+        target_modules=list(target_modules(modules, source.shape)),
+        base_model_name_or_path=source.base.name,
+        revision=source.base.revision,
         task_type="CAUSAL_LM",
         inference_mode=True,
         bias="none",
@@ -215,19 +244,7 @@ def _peft_config(manifest: Manifest, modules: Mapping[str, Module]) -> dict[str,
     return {name: sorted(value) if isinstance(value, set) else value for name, value in document.items()}
 
 
-def provenance(source: CommittedCheckpoint) -> dict[str, Any]:
-    """Return where something comes from: enough to find the checkpoint again, and to tell it from another."""
-    manifest = source.manifest
-    return {
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "created": manifest.created,
-        "manifest_sha256": hash_file(source.path / MANIFEST_NAME).sha256,
-        "base": attrs.asdict(manifest.base),
-        "lora": attrs.asdict(manifest.lora),
-        "trained_with": dict(manifest.versions),
-        "exported_with": {
-            "ckptrain": ckptrain.__version__,
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
-        },
-    }
+def provenance(source: AdapterSource) -> dict[str, Any]:
+    """Return where something comes from, and with what it was made."""
+    made_with = {"ckptrain": ckptrain.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+    return {**source.provenance(), "exported_with": made_with}

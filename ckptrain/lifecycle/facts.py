@@ -40,8 +40,27 @@ class LoraSpec:
 
 
 @attrs.frozen(kw_only=True)
+class AdapterFacts:
+    """What an adapter that a run may start from says about itself, whoever wrote it."""
+
+    path: Path
+    form: str
+    """What it is, in words: a checkpoint of ckptrain, a Hugging Face PEFT adapter."""
+    base_name: str | None
+    base_fingerprint: str | None
+    """None where only the name of the base is known: then names and shapes are all there is to go by."""
+    tokenizer_fingerprint: str | None
+    lora: LoraSpec
+    """Its settings as far as they make the adapter: kind, dim, alpha; and its modules."""
+    dtype: str
+    """Of its matrices, as torch names it: bfloat16, float32."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing of how it was read."""
+
+
+@attrs.frozen(kw_only=True)
 class CheckpointFacts:
-    """What a committed checkpoint says about itself, as far as a start depends on it.
+    """What a committed checkpoint of this run says about itself, as far as a start depends on it.
 
     An adapter that was imported from elsewhere has no tokenizer, no data and no optimizer: it can start a run, and no
     run can be resumed from it.
@@ -84,7 +103,9 @@ class RunFacts:
     layout: Layout
     checkpoint: CheckpointFacts | None = None
     """The newest committed checkpoint of this run."""
-    warm_start: CheckpointFacts | None = None
-    """The checkpoint that `model.adapter` leads to; needed only where this run has none of its own."""
+    warm_start: AdapterFacts | None = None
+    """What `model.adapter` leads to; needed only where this run has no checkpoint of its own."""
     damaged: tuple[DamageFacts, ...] = ()
     versions: Mapping[str, str] = attrs.field(factory=dict)
+    adapter_dtype: str = "float32"
+    """Type that adapters are trained in."""

@@ -16,15 +16,16 @@ from ckptrain.config.layout import Layout
 from ckptrain.config.schedule import learning_rate
 from ckptrain.config.schema import OptimizerConfig, RunConfig
 from ckptrain.lifecycle.drift import SCHEDULE_KEYS, Difference, Kind
-from ckptrain.lifecycle.facts import CheckpointFacts, DataIdentity, LoraSpec, RunFacts
+from ckptrain.lifecycle.facts import AdapterFacts, CheckpointFacts, DataIdentity, LoraSpec, RunFacts
 
 _NEW_RUN = "use a new --run-dir"
 
 
 def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
     """Return what makes going on from `checkpoint` another training: its base, modules, tokenizer or data."""
-    problems = _base_problems(run.base, checkpoint.base)
-    problems += _module_problems(run.lora, checkpoint.lora)
+    problems = _base_problems(run.base, checkpoint.base.name, checkpoint.base.fingerprint)
+    if run.lora.settings.kind == checkpoint.lora.settings.kind:  # otherwise the modules have other names, and more
+        problems += _module_problems(run.lora, checkpoint.lora)
     if checkpoint.data is None or checkpoint.tokenizer_fingerprint is None:
         problems.append(
             "it was not saved by a training, so it has no data position; give it as model.adapter in a new --run-dir"
@@ -39,25 +40,44 @@ def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
     return problems + _data_problems(run.data, checkpoint.data)
 
 
-def warm_start_problems(run: RunFacts, source: CheckpointFacts) -> list[str]:
-    """Return why the adapter of `source` cannot be the start of this run."""
-    where = f"model.adapter {source.path}"
-    problems = _base_problems(run.base, source.base) + _module_problems(run.lora, source.lora)
+def warm_start_problems(run: RunFacts, source: AdapterFacts) -> list[str]:
+    """Return why an adapter from elsewhere cannot be the start of this run."""
+    problems = []
+    if source.base_fingerprint not in (None, run.base.fingerprint):
+        problems += _base_problems(run.base, str(source.base_name), str(source.base_fingerprint))
+    there, here = source.lora.settings, run.lora.settings
+    if there.kind != here.kind:
+        problems.append(
+            f"lora.kind is {there.kind} there and {here.kind} in the config: {_KIND_DIFFERS[there.kind]}; set"
+            f" lora.kind={there.kind} or auto"
+        )
+    elif there_only := _module_problems(run.lora, source.lora):
+        problems += there_only
     for key in ("dim", "alpha"):
-        there, here = getattr(source.lora.settings, key), getattr(run.lora.settings, key)
-        if there != here:
-            problems.append(f"lora.{key} is {there} there and {here} in the config; set lora.{key}={there}")
-    return [f"{where}: {problem}" for problem in problems]
+        theirs, ours = getattr(there, key), getattr(here, key)
+        if theirs != ours:
+            problems.append(f"lora.{key} is {theirs} there and {ours} in the config; set lora.{key}={theirs}")
+    return [f"model.adapter {source.path}: {problem}" for problem in problems]
 
 
-def warm_start_notes(run: RunFacts, source: CheckpointFacts) -> tuple[str, ...]:
+_KIND_DIFFERS = {
+    "canonical": "parts of a fused layer have an A of their own, which one shared A cannot hold",
+    "lora": "parts of a fused layer share an A",
+}
+
+
+def warm_start_notes(run: RunFacts, source: AdapterFacts) -> tuple[str, ...]:
     """Return what differs between an adapter's origin and this run without standing in the way."""
-    notes = []
+    notes = list(source.notes)
+    if source.base_fingerprint is None and source.base_name is not None and source.base_name != run.base.name:
+        notes.append(
+            f"the adapter says that its base is {source.base_name}, and the base here is {run.base.name}: only its"
+            " names and shapes could be compared"
+        )
     if source.tokenizer_fingerprint not in (None, run.tokenizer_fingerprint):
         notes.append(f"the adapter in {source.path.name} was trained with another tokenizer or chat template")
-    there, here = source.lora.settings.lora_dtype, run.lora.settings.lora_dtype
-    if there != here:
-        notes.append(f"lora.lora_dtype is {there or 'null'} there and {here or 'null'} here: the adapter is converted")
+    if source.dtype != run.adapter_dtype:
+        notes.append(f"the adapter's matrices are {source.dtype}: they are converted to {run.adapter_dtype}")
     return tuple(notes)
 
 
@@ -85,19 +105,19 @@ def resume_notes(
     return tuple(notes)
 
 
-def _base_problems(here: BaseIdentity, there: BaseIdentity) -> list[str]:
-    then, now = _short(there.fingerprint), _short(here.fingerprint)
-    if here.fingerprint == there.fingerprint:
+def _base_problems(here: BaseIdentity, name: str, fingerprint: str) -> list[str]:
+    then, now = _short(fingerprint), _short(here.fingerprint)
+    if here.fingerprint == fingerprint:
         return []
-    if here.name == there.name:
+    if here.name == name:
         problem = (
-            f"the base model {there.name} is no longer the same: its fingerprint is {then} there and {now} now; restore"
+            f"the base model {name} is no longer the same: its fingerprint is {then} there and {now} now; restore"
             f" its files (a Hub id: pin model.revision) or {_NEW_RUN}"
         )
     else:
         problem = (
-            f"the base model is {there.name} ({then}) there and {here.name} ({now}) in the config;"
-            f" set model.pretrained={there.name} or {_NEW_RUN}"
+            f"the base model is {name} ({then}) there and {here.name} ({now}) in the config;"
+            f" set model.pretrained={name} or {_NEW_RUN}"
         )
     return [problem]
 

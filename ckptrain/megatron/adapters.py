@@ -11,40 +11,63 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 
 # isort: split
 import hashlib
+import itertools
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import attrs
 import torch
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
+from ckptrain.config.linear import adapter_name
+from ckptrain.config.modules import SPLIT
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.targets import Targets
-from ckptrain.errors import ConfigError
+from ckptrain.errors import ConfigError, RestoreMismatch
+from ckptrain.megatron.split_lora import SplitLoRALinear, split_lora
 
 # Every expert of a layer has an adapter of its own; a configuration selects them together.
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
+# megatron-core stacks their weights in one tensor, and names the module within the module.
+_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")
 
 
 @dataclass
 class SelectedLoRA(LoRA):
     """Megatron-Bridge's LoRA on exactly the modules that the configuration resolved to, by global name."""
 
-    selects: Callable[[str], bool] = lambda _: False
+    targets: Targets = field(default_factory=lambda: Targets(modules=()))
     first_layer: int = 0
 
     def match(self, _: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         """Return (pattern, full name) for a selected module, as the base class does; None leaves it alone."""
         local_name = f"{prefix}.{name}" if prefix else str(name)
-        if self.selects(_LOCAL_EXPERT.sub(".experts.", _with_global_layer(local_name, self.first_layer))):
-            return local_name, local_name
-        return None
+        return (local_name, local_name) if self._adapted(local_name) else None
+
+    def transform(self, module: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        """Return a selected module with its adapter, or with those of its parts; any other as it is."""
+        local_name = f"{prefix}.{name}" if prefix else str(name)
+        parts = self._adapted(local_name)
+        if not any(part in SPLIT for part in parts):
+            adapted: nn.Module = super().transform(module, name, prefix)
+            return adapted
+        if isinstance(module, SplitLoRALinear):
+            return module
+        return split_lora(module, local_name, parts, self, is_expert=bool(_LOCAL_EXPERT.search(local_name)))
+
+    def _adapted(self, local_name: str) -> tuple[str, ...]:
+        return self.targets.adapted(_global_name(local_name, self.first_layer))
+
+
+def _global_name(local_name: str, first_layer: int) -> str:
+    return _LOCAL_EXPERT.sub(".experts.", _with_global_layer(local_name, first_layer))
 
 
 def _with_global_layer(local_name: str, first_layer: int) -> str:
@@ -72,17 +95,19 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
         lora_A_init_method=lora.lora_A_init_method,
         lora_B_init_method=lora.lora_B_init_method,
         a2a_experimental=lora.a2a_experimental,
-        selects=targets.selects,
+        targets=targets,
         first_layer=first_layer,
     )
     peft(model, training=True)
     adapted = {
-        _LOCAL_EXPERT.sub(".experts.", _with_global_layer(name.removesuffix(".adapter"), first_layer))
-        for name, _ in model.named_modules()
-        if name.endswith(".adapter")
+        _global_name(name, first_layer)
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelLinearAdapter)
     }
     here = range(first_layer, first_layer + len(layers))
-    missing = [name for name in targets.modules if int(name.split(".")[2]) in here and name not in adapted]
+    missing = [
+        name for name in targets.modules if int(name.split(".")[2]) in here and adapter_name(name) not in adapted
+    ]
     if missing:
         raise ConfigError(
             "lora.target_modules selects modules that this model does not have under Megatron",
@@ -170,6 +195,35 @@ def initialise_adapters(adapters: list[AdapterParameter], lora: LoraConfig, seed
         whole = draw_matrix(method, pieces[0].shape, adapter.name, seed)
         for piece in pieces:
             piece.data.copy_(whole[piece.place])
+
+
+@torch.no_grad()
+def fill_adapters(adapters: Sequence[AdapterParameter], read_layer: Callable[[int], Mapping[str, Tensor]]) -> int:
+    """Fill every adapter of this process with its pieces of whole matrices, one layer at a time; returns how many.
+
+    Args:
+        adapters: of this process.
+        read_layer: gives the matrices of a layer by the names of `ckptrain.config.linear.weight_names`.
+
+    Raises:
+        RestoreMismatch: there is no such matrix, or it is of another shape; adapters before it are filled already.
+    """
+    ordered = sorted(adapters, key=_layer_number)
+    for layer, of_layer in itertools.groupby(ordered, key=_layer_number):
+        matrices = read_layer(layer)
+        for adapter in of_layer:
+            whole = matrices.get(_STACKED_EXPERTS.sub(".experts.", adapter.name))
+            pieces = adapter.cut(adapter.parameter.data)
+            if whole is None or tuple(whole.shape) != pieces[0].shape:
+                found = "is missing" if whole is None else f"is {list(whole.shape)}"
+                raise RestoreMismatch(f"{adapter.name} {found} in the adapter, expected {list(pieces[0].shape)}")
+            for piece in pieces:
+                piece.data.copy_(whole[piece.place])
+    return len(ordered)
+
+
+def _layer_number(adapter: AdapterParameter) -> int:
+    return int(adapter.name.split(".")[2])
 
 
 def draw_matrix(method: str, shape: tuple[int, ...], name: str, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -121,6 +122,12 @@ def optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], adapter: Adapt
     state = states[adapter.parameter if master is None else master]
     moments = {name: state[name] for name in MOMENTS}
     return moments if master is None else {**moments, MASTER: master.data}
+
+
+def master_of(adapter: AdapterParameter) -> AdapterParameter | None:
+    """Return the float32 master of an adapter weight in the weight's place; None where it has none."""
+    master = getattr(adapter.parameter, "main_param", None)
+    return None if master is None else attrs.evolve(adapter, parameter=master)
 
 
 def _counts_by_group(torch_optimizer: Any) -> bool:

@@ -14,13 +14,15 @@ import attrs
 
 from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.ranks import gather_to_all, rank
+from ckptrain.checkpoint.ranks import gather_to_all, together
 from ckptrain.checkpoint.sharded import load_tensors
 from ckptrain.config.schedule import learning_rate
 from ckptrain.config.schema import RunConfig
+from ckptrain.convert.source import AdapterSource
 from ckptrain.errors import RestoreMismatch
 from ckptrain.lifecycle.start_plan import Resume
-from ckptrain.megatron.optimizer import set_step_count, step_count
+from ckptrain.megatron.adapters import fill_adapters
+from ckptrain.megatron.optimizer import master_of, set_step_count, step_count
 from ckptrain.megatron.state import StateView, rng_state, set_rng_state
 from ckptrain.megatron.world import seed_generators
 from ckptrain.training.setup import ModelSetup
@@ -87,18 +89,24 @@ def restore_run(plan: Resume, checkpoint: CommittedCheckpoint, setup: ModelSetup
     return receipt
 
 
-def warm_start(checkpoint: CommittedCheckpoint, setup: ModelSetup) -> int:
-    """Fill the adapters, and nothing else, from another run's checkpoint; returns how many tensors; collective.
+def warm_start(source: AdapterSource, setup: ModelSetup) -> int:
+    """Fill the adapters, and nothing else, from one that lies elsewhere; returns how many on this rank; collective.
+
+    Float32 masters take what is stored as it is, and not what the type of the adapters leaves of it.
 
     Raises:
-        RestoreMismatch: the checkpoint does not hold what the model has.
+        RestoreMismatch: it does not hold what the model has; on every rank.
+        CheckpointDamaged: it cannot be read; on every rank.
     """
-    view = setup.store.adapters()
-    read, wanted = _load(view, checkpoint, "adapter", ADAPTER_DIRECTORY), len(view.shapes)
-    if read != wanted:
-        raise RestoreMismatch(f"rank {rank()} read {read} adapter tensors of {wanted} from {checkpoint.path}")
-    setup.optimizer.reload_model_params()
-    return read
+
+    def fill() -> int:
+        with source.layers() as read:
+            filled: int = fill_adapters(setup.adapters, read)
+            setup.optimizer.reload_model_params()
+            fill_adapters([master for adapter in setup.adapters if (master := master_of(adapter)) is not None], read)
+        return filled
+
+    return together(fill)
 
 
 def _load(view: StateView, checkpoint: CommittedCheckpoint, group: str, directory: str) -> int:

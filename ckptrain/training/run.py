@@ -20,6 +20,7 @@ from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
 from ckptrain.config.schedule import learning_rate
+from ckptrain.convert.sources import open_source
 from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ClaimLost, ConfigError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
@@ -156,14 +157,11 @@ class _Run:
     def _restore(self, plan: StartPlan, setup: ModelSetup) -> None:
         if isinstance(plan, FreshStart):
             return
+        if isinstance(plan, WarmStart):
+            self._warm_start(plan, setup)
+            return
         checkpoint = self.start.checkpoint
         assert checkpoint is not None
-        if isinstance(plan, WarmStart):
-            with reading(checkpoint):  # of another run, which may prune it
-                tensors = warm_start(checkpoint, setup)
-            self.journal.record("warm_start", adapter=str(checkpoint.path), tensors=tensors)
-            self.told.on_progress(f"adapter from {checkpoint.path} ({tensors} tensors)")
-            return
         assert isinstance(plan, Resume)
         with reading(checkpoint):
             receipt = restore_run(plan, checkpoint, setup, self.config)
@@ -174,6 +172,14 @@ class _Run:
             f" tensors, optimizer step {receipt.optimizer_step}, learning rate {receipt.next_learning_rate:.3g} next,"
             f" random generators {receipt.rng}, next row {receipt.next_row}"
         )
+
+    def _warm_start(self, plan: WarmStart, setup: ModelSetup) -> None:
+        source = together(lambda: open_source(plan.adapter, shape=self.survey.shape, kind=self.config.lora.kind))
+        with source.held():  # another run may prune it
+            tensors = warm_start(source, setup)
+        form = source.facts.form
+        self.journal.record("warm_start", adapter=str(source.path), form=form, tensors=tensors)
+        self.told.on_progress(f"adapter from {source.path}, a {form} ({tensors} tensors)")
 
     def _train(
         self, plan: StartPlan, done: int, data: DataSetup, setup: ModelSetup, saver: Saver, stop: StopRequests

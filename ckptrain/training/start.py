@@ -11,11 +11,11 @@ import importlib.metadata
 import platform
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
-from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import unproven
@@ -26,10 +26,11 @@ from ckptrain.config.schema import RunConfig
 from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
+from ckptrain.convert.sources import open_source
 from ckptrain.data.records import data_fingerprint
 from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
-from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, plan_start
+from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, WarmStart, plan_start
 
 _MOST_PROBLEMS = 20
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
@@ -48,6 +49,8 @@ class Survey:
     layout: Layout
     batches: BatchArithmetic
     data: DataIdentity
+    notes: tuple[str, ...] = ()
+    """What was chosen where the configuration leaves a choice."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,23 +59,31 @@ class Start:
 
     plan: StartPlan
     checkpoint: CommittedCheckpoint | None
-    """What a Resume goes on from, or a WarmStart takes its adapter from."""
+    """What a Resume goes on from."""
     run_id: str | None
     """That of the run that is resumed; a new one is given otherwise."""
     damaged: tuple[DamagedCheckpoint, ...]
 
 
-def survey_run(config: RunConfig, world_size: int) -> Survey:
+def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) -> Survey:
     """Look at everything that a configuration names: base, data, and how the model is laid over `world_size` processes.
+
+    Args:
+        config: what the user asked for.
+        world_size: number of processes.
+        run_dir: where the run is or will be: a run that goes on keeps the kind of its adapters where that is left open.
 
     Raises:
         ConfigError: the base, the targets or the layout cannot be used.
+        CkptrainError: `model.adapter` is nothing that can be read.
         DataError: a data file cannot be read.
     """
     if problems := unproven(config):
         raise ConfigError("cannot run this configuration yet", problems)
     base = fetch(locate_base(config.model))
     shape = read_shape(base)
+    kind, notes = _kind_of_lora(config, shape, run_dir)
+    config = attrs.evolve(config, lora=attrs.evolve(config.lora, kind=kind))
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
     validation = config.data.validation
@@ -89,7 +100,23 @@ def survey_run(config: RunConfig, world_size: int) -> Survey:
             fingerprint=data_fingerprint(Path(config.data.train)),
             validation_fingerprint=None if validation is None else data_fingerprint(Path(validation)),
         ),
+        notes=notes,
     )
+
+
+def _kind_of_lora(
+    config: RunConfig, shape: ModelShape, run_dir: Path | None
+) -> tuple[Literal["auto", "lora", "canonical"], tuple[str, ...]]:
+    """Decide what `lora.kind: auto` means, and why; any other is what it says."""
+    if config.lora.kind != "auto":
+        return config.lora.kind, ()
+    newest = None if run_dir is None else CheckpointStore(run_dir).newest()
+    if newest is not None:
+        return newest.manifest.lora.settings.kind, ()
+    if config.model.adapter is not None:
+        source = open_source(Path(config.model.adapter), shape=shape).facts
+        return source.lora.settings.kind, source.notes
+    return "lora", ()
 
 
 def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start:
@@ -109,8 +136,8 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
     newest, damaged = _newest_whole(CheckpointStore(run_dir), read_contents=read_contents)
     source = None
     if newest is None and config.model.adapter is not None:
-        source = resolve_checkpoint(Path(config.model.adapter))
-        if read_contents and (problems := verify_files(source)):
+        source = open_source(Path(config.model.adapter), shape=survey.shape, kind=config.lora.kind)
+        if read_contents and (problems := source.problems()):
             raise CheckpointDamaged(
                 f"cannot start from {source.path} (model.adapter): it is damaged", problems[:_MOST_PROBLEMS]
             )
@@ -124,17 +151,18 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
             lora=LoraSpec(settings=config.lora, modules=survey.targets.modules),
             layout=survey.layout,
             checkpoint=None if newest is None else newest.facts(),
-            warm_start=None if source is None else source.facts(),
+            warm_start=None if source is None else source.facts,
             damaged=tuple(checkpoint.facts() for checkpoint in damaged),
             versions=versions(),
+            adapter_dtype=config.lora.lora_dtype or config.model.dtype,
         ),
     )
-    notes = [*survey.targets.notes, *plan.notes]
+    notes = [*survey.targets.notes, *(survey.notes if isinstance(plan, WarmStart) else ()), *plan.notes]
     if not isinstance(plan, AlreadyDone):
         notes += _space_notes(survey, run_dir)
     return Start(
         plan=attrs.evolve(plan, notes=tuple(notes)),
-        checkpoint=newest or source,
+        checkpoint=newest,
         run_id=None if newest is None else newest.manifest.run_id,
         damaged=damaged,
     )

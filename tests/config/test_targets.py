@@ -75,11 +75,44 @@ def test_a_layer_number_is_global_and_exact(dense: ModelShape) -> None:
 def test_part_of_a_fused_layer_takes_the_rest_along_and_says_so(dense: ModelShape) -> None:
     """Megatron has no q_proj to adapt alone."""
     targets = resolve_targets(LoraConfig(target_modules=("q_proj", "v_proj", "*.0.mlp.up_proj")), dense)
+    alone = "; lora.kind=canonical gives each an adapter of its own"
     assert targets.notes == (
-        "lora.target_modules: q_proj, v_proj: Megatron fuses q, k and v in linear_qkv, so k_proj is adapted too",
-        "lora.target_modules: *.0.mlp.up_proj: Megatron fuses gate and up in linear_fc1, so gate_proj is adapted too",
+        f"lora.target_modules: q_proj, v_proj: Megatron fuses q, k and v in linear_qkv, so k_proj is adapted too{alone}",
+        "lora.target_modules: *.0.mlp.up_proj: Megatron fuses gate and up in linear_fc1, so gate_proj is adapted too"
+        + alone,
     )
     assert len(targets.modules) == dense.num_layers + 1
+
+
+def canonical(shape: ModelShape, *names: str, exclude: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return what is adapted where every part has an adapter of its own, of layer 0 and without the layer."""
+    lora = LoraConfig(kind="canonical", target_modules=names, exclude_modules=exclude)
+    prefix = "decoder.layers.0."
+    found = resolve_targets(lora, shape)
+    assert found.notes == ()
+    return tuple(name.removeprefix(prefix) for name in found.modules if name.startswith(prefix))
+
+
+def test_canonical_lora_adapts_the_parts_that_were_asked_for(dense: ModelShape) -> None:
+    """By either name; a fused layer's own name means all of its parts, and its wildcard does."""
+    attention = tuple(f"self_attention.linear_{part}" for part in "qkv")
+    assert canonical(dense, "q_proj", "linear_v") == (attention[0], attention[2])
+    assert canonical(dense, "linear_qkv") == canonical(dense, "*.layers.0.*.linear_qkv") == attention
+    assert canonical(dense, "up_proj", "o_proj") == ("self_attention.linear_proj", "mlp.linear_fc1_up")
+    assert canonical(dense, exclude=("k_proj", "linear_fc1", "linear_fc2")) == (
+        attention[0],
+        attention[2],
+        "self_attention.linear_proj",
+    )
+
+
+def test_a_fused_layer_is_adapted_in_the_parts_that_were_chosen(dense: ModelShape) -> None:
+    """The model asks by its own name of the layer."""
+    lora = LoraConfig(kind="canonical", target_modules=("q_proj", "v_proj", "down_proj"))
+    targets = resolve_targets(lora, dense)
+    assert targets.adapted("module.decoder.layers.1.self_attention.linear_qkv") == ("linear_q", "linear_v")
+    assert targets.adapted("decoder.layers.1.mlp.linear_fc2") == ("linear_fc2",)
+    assert targets.adapted("decoder.layers.1.mlp.linear_fc1") == ()
 
 
 def test_a_megatron_name_beside_a_part_leaves_nothing_to_note(dense: ModelShape) -> None:

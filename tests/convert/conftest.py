@@ -109,6 +109,18 @@ def random_adapter(modules: tuple[str, ...], rank: int, shape: ModelShape, seed:
         "linear_proj": (attention, shape.hidden_size),
         "linear_fc1": (shape.hidden_size, 2 * ffn),
         "linear_fc2": (ffn, shape.hidden_size),
+        "linear_q": (shape.hidden_size, attention),
+        "linear_k": (shape.hidden_size, shape.num_kv_heads * shape.head_dim),
+        "linear_v": (shape.hidden_size, shape.num_kv_heads * shape.head_dim),
+        "linear_fc1_gate": (shape.hidden_size, ffn),
+        "linear_fc1_up": (shape.hidden_size, ffn),
+    }
+    within = {
+        "linear_q": "linear_qkv.adapter.adapter_q",
+        "linear_k": "linear_qkv.adapter.adapter_k",
+        "linear_v": "linear_qkv.adapter.adapter_v",
+        "linear_fc1_gate": "linear_fc1.adapter.adapter_gate",
+        "linear_fc1_up": "linear_fc1.adapter.adapter_up",
     }
     layers_of: dict[str, list[str]] = {}
     for module in modules:
@@ -118,7 +130,8 @@ def random_adapter(modules: tuple[str, ...], rank: int, shape: ModelShape, seed:
     for place, layers in layers_of.items():
         in_features, out_features = sizes[place.rpartition(".")[2]]
         experts = (shape.num_experts,) if ".experts." in place else ()
-        stored = place.replace(".experts.", ".experts.experts.") + ".adapter"
+        at, _, short = place.rpartition(".")
+        stored = f"{at}.".replace(".experts.", ".experts.experts.") + within.get(short, f"{short}.adapter")
         stacked = len(layers) == shape.num_layers
         over_layers = (shape.num_layers,) if stacked else ()
         for start in ["decoder.layers"] if stacked else [f"decoder.layers.{layer}" for layer in layers]:

@@ -23,10 +23,13 @@ Save = Callable[..., CommittedCheckpoint]
 ALL_LINEAR = "lora.target_modules=[all-linear]"
 
 
+@pytest.mark.parametrize("kind", ["lora", "canonical"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
-def test_a_right_export_and_a_right_merge_get_through(family: str, base_of: BaseOf, save: Save, tmp_path: Path) -> None:
+def test_a_right_export_and_a_right_merge_get_through(
+    family: str, kind: str, base_of: BaseOf, save: Save, tmp_path: Path
+) -> None:
     """Logits agree to float32's rounding, the effect is large, and both are written beside what they are about."""
-    checkpoint = save(base_of(family), ALL_LINEAR)
+    checkpoint = save(base_of(family), ALL_LINEAR, f"lora.kind={kind}")
 
     def on_rank() -> tuple[Any, Any]:
         exported = export_adapter(checkpoint.path, tmp_path / "adapter", verify=True)
@@ -99,7 +102,8 @@ def test_a_scale_that_is_off_is_caught_in_a_merge(
     base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alpha without the rank under it."""
-    monkeypatch.setattr(merge_module, "_scale", lambda source: float(source.manifest.lora.settings.alpha))
+    right = merge_module.merged
+    monkeypatch.setattr(merge_module, "merged", lambda weight, a, b, scale: right(weight, a, b, scale * a.shape[0]))
     checkpoint = save(base_of("qwen3"))
     with pytest.raises(AdapterMismatch, match="differ by"):
         launch(1, lambda: merge_adapter(checkpoint.path, tmp_path / "out", verify=True))

@@ -30,7 +30,7 @@ def test_flattened_configurations_have_the_keys_of_the_table(config: RunConfig) 
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        (Kind.IDENTITY, "model.dtype lora.dim lora.alpha lora.lora_dtype lora.enabled data.loss_on"),
+        (Kind.IDENTITY, "model.dtype lora.kind lora.dim lora.alpha lora.lora_dtype lora.enabled data.loss_on"),
         (
             Kind.ORDER,
             "train.global_batch_size train.seed data.packing data.sequence_length data.format data.on_too_long",

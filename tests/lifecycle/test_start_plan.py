@@ -17,7 +17,7 @@ from ckptrain.config.schedule import learning_rate
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CheckpointDamaged, StartRefused
 from ckptrain.lifecycle.drift import REFUSED, RULES, Kind
-from ckptrain.lifecycle.facts import CheckpointFacts, DamageFacts, DataIdentity, LoraSpec, RunFacts
+from ckptrain.lifecycle.facts import AdapterFacts, CheckpointFacts, DamageFacts, DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import (
     AlreadyDone,
     FreshStart,
@@ -55,9 +55,17 @@ def run(empty_run: RunFacts, checkpoint: CheckpointFacts) -> RunFacts:
 
 
 @pytest.fixture
-def source(checkpoint: CheckpointFacts) -> CheckpointFacts:
+def source(checkpoint: CheckpointFacts) -> AdapterFacts:
     """Return another run's checkpoint that an adapter can be taken from."""
-    return attrs.evolve(checkpoint, path=Path("OTHER/checkpoints/step-00000400"), step=400)
+    return AdapterFacts(
+        path=Path("OTHER/checkpoints/step-00000400"),
+        form="checkpoint of ckptrain",
+        base_name=checkpoint.base.name,
+        base_fingerprint=checkpoint.base.fingerprint,
+        tokenizer_fingerprint=checkpoint.tokenizer_fingerprint,
+        lora=checkpoint.lora,
+        dtype="float32",
+    )
 
 
 @pytest.mark.parametrize("start", ["auto", "fresh"])
@@ -82,7 +90,7 @@ def test_a_checkpoint_is_resumed_with_everything_in_it(config: RunConfig, run: R
 
 @pytest.mark.parametrize("start", ["auto", "fresh"])
 def test_an_adapter_and_no_checkpoint_is_a_warm_start(
-    config: RunConfig, empty_run: RunFacts, source: CheckpointFacts, start: str
+    config: RunConfig, empty_run: RunFacts, source: AdapterFacts, start: str
 ) -> None:
     """The adapter is taken, its step and optimizer are not."""
     plan = plan_start(
@@ -92,7 +100,7 @@ def test_an_adapter_and_no_checkpoint_is_a_warm_start(
     assert (plan.kind, plan.finetune, plan.first_step, plan.adapter) == ("WarmStart", True, 1, source.path)
 
 
-def test_a_checkpoint_beats_an_adapter_and_says_so(config: RunConfig, run: RunFacts, source: CheckpointFacts) -> None:
+def test_a_checkpoint_beats_an_adapter_and_says_so(config: RunConfig, run: RunFacts, source: AdapterFacts) -> None:
     """A relaunched job goes on instead of starting over, whether or not the adapter is still there."""
     for warm_start in (source, None):
         plan = plan_start(told(config, model__adapter="OTHER"), attrs.evolve(run, warm_start=warm_start))
@@ -169,6 +177,7 @@ REFUSED_FACTS: dict[Change, str] = {
 
 REFUSED_KEYS = {
     "lora__dim": (16, "lora.dim is 8 there and 16 in the config, and it is the shape of the adapters; set lora.dim=8"),
+    "lora__kind": ("canonical", "lora.kind is auto there and canonical in the config"),
     "lora__alpha": (16, "lora.alpha is 32 there and 16 in the config"),
     "lora__lora_dtype": ("float32", "lora.lora_dtype is null there and float32 in the config"),
     "model__dtype": ("float32", "model.dtype is bfloat16 there and float32 in the config"),
@@ -309,12 +318,10 @@ def test_state_that_the_checkpoint_lacks_is_not_silently_started_anew(
 
 
 def test_an_imported_adapter_is_not_resumed(config: RunConfig, run: RunFacts) -> None:
-    """It has no data position; it can start a run, and the message says how."""
+    """It has no data position; it can start a run, as the message says."""
     assert run.checkpoint is not None
     imported = attrs.evolve(run.checkpoint, data=None, tokenizer_fingerprint=None, has_optimizer=False, has_rng=False)
     assert "give it as model.adapter in a new --run-dir" in refusal(config, attrs.evolve(run, checkpoint=imported))
-    plan = plan_start(told(config, model__adapter="X"), attrs.evolve(run, checkpoint=None, warm_start=imported))
-    assert isinstance(plan, WarmStart)
 
 
 def test_another_layout_is_allowed_and_noted(config: RunConfig, run: RunFacts) -> None:
@@ -367,7 +374,7 @@ def test_damage_stops_the_start_where_that_was_asked_for(config: RunConfig, run:
 
 
 def test_an_adapter_that_does_not_fit_is_refused_with_every_difference(
-    config: RunConfig, empty_run: RunFacts, source: CheckpointFacts
+    config: RunConfig, empty_run: RunFacts, source: AdapterFacts
 ) -> None:
     """Another base, rank, scale or set of modules."""
     settings = attrs.evolve(config.lora, dim=4, alpha=8)
@@ -391,21 +398,35 @@ def test_an_adapter_that_was_not_read_is_refused(config: RunConfig, empty_run: R
 
 
 def test_what_differs_in_an_adapters_origin_without_harm_is_noted(
-    config: RunConfig, empty_run: RunFacts, source: CheckpointFacts
+    config: RunConfig, empty_run: RunFacts, source: AdapterFacts
 ) -> None:
     """Another template or number format does not stop a warm start; other data is its purpose."""
-    settings = attrs.evolve(config.lora, lora_dtype="float32")
     other = attrs.evolve(
         source,
         tokenizer_fingerprint="u" * 64,
-        data=DataIdentity(fingerprint="e" * 64),
-        lora=attrs.evolve(source.lora, settings=settings),
+        base_name="elsewhere/base",
+        base_fingerprint=None,
+        dtype="bfloat16",
+        notes=("read from a distance",),
     )
     plan = plan_start(told(config, model__adapter="OTHER"), attrs.evolve(empty_run, warm_start=other))
-    assert len(plan.notes) == 2
+    assert len(plan.notes) == 4
+    assert plan.notes[0] == "read from a distance"
+    assert "its base is elsewhere/base" in plan.notes[1]
 
 
-def _plans(config: RunConfig, run: RunFacts, source: CheckpointFacts) -> list[StartPlan]:
+def test_a_kind_that_cannot_hold_the_adapter_is_refused(
+    config: RunConfig, empty_run: RunFacts, source: AdapterFacts
+) -> None:
+    """The message says which to set; that the modules have other names then is not told as well."""
+    canonical = attrs.evolve(config.lora, kind="canonical")
+    other = attrs.evolve(source, lora=LoraSpec(settings=canonical, modules=("decoder.layers.0.mlp.linear_fc1_up",)))
+    message = refusal(told(config, model__adapter="OTHER"), attrs.evolve(empty_run, warm_start=other))
+    assert "set lora.kind=canonical or auto" in message
+    assert len(message.splitlines()) == 1
+
+
+def _plans(config: RunConfig, run: RunFacts, source: AdapterFacts) -> list[StartPlan]:
     warm = attrs.evolve(run, checkpoint=None, warm_start=source)
     return [
         plan_start(config, attrs.evolve(run, checkpoint=None)),
@@ -415,7 +436,7 @@ def _plans(config: RunConfig, run: RunFacts, source: CheckpointFacts) -> list[St
     ]
 
 
-def test_every_plan_survives_json_and_pickle(config: RunConfig, run: RunFacts, source: CheckpointFacts) -> None:
+def test_every_plan_survives_json_and_pickle(config: RunConfig, run: RunFacts, source: AdapterFacts) -> None:
     """Rank 0 sends it to the others, the journal keeps it."""
     plans = _plans(config, run, source)
     assert [plan.kind for plan in plans] == ["FreshStart", "WarmStart", "Resume", "AlreadyDone"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+import pytest
 import torch
 from peft import PeftModel
 from support.launch import launch, run_training
@@ -53,15 +54,27 @@ def train_with_peft(config: RunConfig, base_directory: Path, adapter: Path) -> l
     return expected
 
 
+@pytest.mark.parametrize(
+    "adapted",
+    [
+        ("lora.kind=lora", "lora.target_modules=[o_proj, down_proj]"),
+        ("lora.kind=canonical", "lora.target_modules=[all-linear]"),
+        ("lora.kind=canonical", "lora.target_modules=[q_proj, v_proj, up_proj]"),
+    ],
+    ids=["not fused", "canonical", "parts of fused layers"],
+)
 def test_losses_and_gradient_norms_follow_peft(
-    tiny_config: Callable[..., RunConfig], tiny_llama: Path, tmp_path: Path
+    adapted: tuple[str, ...], tiny_config: Callable[..., RunConfig], tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Ten steps with clipping, weight decay and a cosine; the adapted layers are two that Megatron does not fuse."""
+    """Ten steps with clipping, weight decay and a cosine.
+
+    Layers that Megatron does not fuse under any kind, and all layers where each part has an A of its own, as PEFT has it.
+    """
     config = tiny_config(
         "train.steps=10",
         "checkpoint.every_steps=1",
         "checkpoint.keep_last=99",
-        "lora.target_modules=[o_proj, down_proj]",
+        *adapted,
         "lora.lora_B_init_method=normal",
         "optimizer.warmup_steps=1",
         "optimizer.weight_decay=0.1",

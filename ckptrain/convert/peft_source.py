@@ -1,0 +1,332 @@
+"""A Hugging Face PEFT adapter as an adapter that can be read: every key accounted for, or refused.
+
+PEFT gives q, k and v an A each, and gate and up; Megatron's fused layers share one. Where those of an adapter are the
+same it can be held either way, otherwise only as canonical LoRA. Which it is, is read from the bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from ckptrain.checkpoint.integrity import hash_file
+from ckptrain.config.linear import features
+from ckptrain.config.modules import FUSED, split_names
+from ckptrain.config.schema import LoraConfig
+from ckptrain.config.shape import ModelShape
+from ckptrain.config.values import suggestion
+from ckptrain.convert.peft_files import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PeftSettings,
+    StoredMatrix,
+    read_matrices,
+    read_settings,
+)
+from ckptrain.convert.source import BaseReference, ReadLayer
+from ckptrain.errors import ProblemsError
+from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KEY = re.compile(
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?P<place>self_attn|mlp|mlp\.experts\.(?P<expert>\d+))"
+    r"\.(?P<part>\w+)\.lora_(?P<half>[AB])(?:\.default)?\.weight",
+    re.ASCII,
+)
+_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:base_layer\.)?lora_[AB]\.")
+_PLACES = {"self_attn": "self_attention", "mlp": "mlp"}
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+_MOST_PROBLEMS = 20
+
+
+@attrs.frozen
+class _Place:
+    """What a key of the file is a matrix of."""
+
+    layer: int
+    place: str
+    """Of the layer it belongs to, in Megatron's notation."""
+    part: str
+    expert: int | None
+
+    @property
+    def group(self) -> tuple[int, str, str]:
+        """The Megatron layer that it is a part of: layer number, place, short name."""
+        return self.layer, self.place, _FUSED_OF[self.part]
+
+    @property
+    def split(self) -> str:
+        """The global name of the module that holds it alone."""
+        return f"decoder.layers.{self.layer}.{self.place}.{split_names(_FUSED_OF[self.part])[self.part]}"
+
+    @property
+    def huggingface(self) -> str:
+        """The full Hugging Face name."""
+        place = "self_attn" if self.place == "self_attention" else self.place
+        expert = "" if self.expert is None else f".{self.expert}"
+        return f"model.layers.{self.layer}.{place}{expert}.{self.part}"
+
+
+type _Halves = Mapping[_Place, Mapping[str, StoredMatrix]]
+"""By place: the matrices A and B."""
+
+
+@attrs.frozen(kw_only=True)
+class PeftSource:
+    """An adapter that PEFT has saved, of one rank and one scale."""
+
+    path: Path
+    shape: ModelShape
+    base: BaseReference
+    settings: PeftSettings
+    kind: Literal["lora", "canonical"]
+    modules: tuple[str, ...]
+    halves: _Halves
+    notes: tuple[str, ...]
+
+    run_id: str = ""
+    step: int = 0
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What a start is decided from."""
+        dtypes = sorted({matrix.dtype for halves in self.halves.values() for matrix in halves.values()})
+        settings = LoraConfig(
+            kind=self.kind,
+            target_modules=_short_names(self.modules, self.shape),
+            dim=self.settings.rank,
+            alpha=self.settings.alpha,
+            dropout=self.settings.dropout,
+            dropout_position="pre",
+        )
+        return AdapterFacts(
+            path=self.path,
+            form="Hugging Face PEFT adapter",
+            base_name=self.settings.base,
+            base_fingerprint=None,
+            tokenizer_fingerprint=None,
+            lora=LoraSpec(settings=settings, modules=self.modules),
+            dtype=" and ".join(dtypes),
+            notes=(*self.settings.notes, *self.notes),
+        )
+
+    def held(self) -> AbstractContextManager[None]:
+        """Nobody removes it but its owner."""
+        return nullcontext()
+
+    def problems(self) -> list[str]:
+        """Read every matrix, and name those that hold NaN or infinity."""
+        from safetensors import safe_open
+
+        keys = [matrix.key for halves in self.halves.values() for matrix in halves.values()]
+        with safe_open(self.path / PEFT_WEIGHTS, framework="pt") as file:
+            return [f"{key} holds NaN or infinity" for key in keys if not file.get_tensor(key).isfinite().all()]
+
+    @contextmanager
+    def layers(self) -> Iterator[ReadLayer]:
+        """Open the file, and give what reads the matrices of a layer."""
+        from safetensors import safe_open
+
+        from ckptrain.config.linear import weight_names
+        from ckptrain.convert.unfuse import fuse, parse_module
+
+        with safe_open(self.path / PEFT_WEIGHTS, framework="pt") as file:
+
+            def read(layer: int) -> dict[str, Tensor]:
+                halves = {
+                    place.huggingface: (file.get_tensor(found["A"].key), file.get_tensor(found["B"].key))
+                    for place, found in self.halves.items()
+                    if place.layer == layer
+                }
+                matrices: dict[str, Tensor] = {}
+                for name in self.modules:
+                    module = parse_module(name)
+                    if module is not None and module.layer == layer:
+                        matrices |= dict(zip(weight_names(name), fuse(module, halves, self.shape), strict=True))
+                return matrices
+
+            yield read
+
+    def provenance(self) -> dict[str, Any]:
+        """Return where it comes from."""
+        return {
+            "form": self.facts.form,
+            "files": {name: hash_file(self.path / name).sha256 for name in (PEFT_CONFIG, PEFT_WEIGHTS)},
+            "peft_version": self.settings.peft_version,
+            "base": attrs.asdict(self.base),
+            "lora": attrs.asdict(self.facts.lora),
+        }
+
+
+def open_peft(
+    path: Path, base_of: Callable[[str | None, str | None], tuple[BaseReference, ModelShape]], kind: str
+) -> PeftSource:
+    """Return the PEFT adapter in a directory, after the checks that cost no reading of all its numbers.
+
+    Args:
+        path: the directory.
+        base_of: gives the base and its dimensions of the name and the revision that the adapter says.
+        kind: what it is to be read as: lora, canonical, or auto, which is lora wherever that can hold it.
+
+    Raises:
+        ProblemsError: it cannot be used with this base or as this kind; every reason is listed.
+        CheckpointDamaged: the weights are cut short.
+        ConfigError: what `base_of` raises.
+    """
+    settings = read_settings(path)
+    matrices = read_matrices(path)
+    base, shape = base_of(settings.base, settings.revision)
+    halves, problems = _sort(matrices)
+    problems += _fit_problems(halves, settings.rank, shape)
+    if not problems and not halves:
+        problems = ["it holds no matrices"]
+    if problems:
+        left = len(problems) - _MOST_PROBLEMS
+        listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
+        raise ProblemsError(f"cannot use the adapter {path} with the base {base.name}", listed)
+    apart = _why_apart(path / PEFT_WEIGHTS, halves)
+    if kind == "lora" and apart is not None:
+        raise ProblemsError(
+            f"cannot use the adapter {path} as lora.kind=lora",
+            [f"{apart}; set lora.kind=canonical, or auto, which chooses it"],
+        )
+    chosen: Literal["lora", "canonical"] = "canonical" if kind == "canonical" or apart is not None else "lora"
+    why = apart or "the parts of its fused layers share an A"
+    notes = (f"lora.kind is auto: {chosen}, because {why}",) if kind == "auto" else ()
+    return PeftSource(
+        path=path,
+        shape=shape,
+        base=base,
+        settings=settings,
+        kind=chosen,
+        modules=_modules(halves, chosen),
+        halves=halves,
+        notes=notes,
+    )
+
+
+def _sort(matrices: Mapping[str, StoredMatrix]) -> tuple[_Halves, list[str]]:
+    """Find what each key is a matrix of; returns them, and the keys that are of nothing that can be adapted."""
+    halves: dict[_Place, dict[str, StoredMatrix]] = {}
+    problems = []
+    for key, matrix in sorted(matrices.items()):
+        found = _KEY.fullmatch(key)
+        if found is None or found["part"] not in _FUSED_OF:
+            problems.append(f"{key} {_what_it_is(key, None if found is None else found['part'])}")
+            continue
+        expert = None if found["expert"] is None else int(found["expert"])
+        place = "mlp.experts" if expert is not None else _PLACES[found["place"]]
+        halves.setdefault(_Place(int(found["layer"]), place, found["part"], expert), {})[found["half"]] = matrix
+    return dict(sorted(halves.items(), key=lambda item: _order(item[0]))), problems
+
+
+def _order(place: _Place) -> tuple[int, int, int, int]:
+    fused = _FUSED_OF[place.part]
+    return place.layer, list(FUSED).index(fused), FUSED[fused].index(place.part), place.expert or 0
+
+
+def _what_it_is(key: str, part: str | None) -> str:
+    if "lora_magnitude_vector" in key:
+        return "is a magnitude of DoRA"
+    if _STACKED_EXPERTS.search(key):
+        return (
+            "is of experts that PEFT has stacked in one tensor, which ckptrain does not read: train the experts under"
+            " ckptrain, or leave them out of target_parameters"
+        )
+    if part is not None:
+        return f"is of a layer that ckptrain does not adapt{suggestion(part, _FUSED_OF)}"
+    if "lora_embedding" in key or "embed_tokens" in key or "lm_head" in key:
+        return "is of the embedding or the output layer, which ckptrain does not adapt"
+    return "is not a key that ckptrain knows: expected base_model.model.model.layers.N.PLACE.PART.lora_A.weight"
+
+
+def _fit_problems(halves: _Halves, rank: int, shape: ModelShape) -> list[str]:
+    """Return what does not fit a base of this shape, or is missing."""
+    problems = []
+    for place, found in halves.items():
+        name = place.huggingface
+        if place.layer >= shape.num_layers:
+            problems.append(f"{name} is adapted, and the base has {shape.num_layers} layers")
+            continue
+        if place.place != "self_attention" and (place.expert is None) != (not shape.num_experts):
+            problems.append(f"{name} is adapted, and the base has {shape.num_experts} experts in a layer")
+            continue
+        if place.expert is not None and place.expert >= shape.num_experts:
+            problems.append(f"{name} is adapted, and the base has {shape.num_experts} experts in a layer")
+            continue
+        in_features, out_features = features(shape, place.split)
+        for half, size in (("A", (rank, in_features)), ("B", (out_features, rank))):
+            matrix = found.get(half)
+            if matrix is None:
+                problems.append(f"{name}.lora_{half}.weight is missing")
+            elif matrix.shape != size:
+                problems.append(f"{matrix.key} is {list(matrix.shape)}, expected {list(size)}")
+            elif matrix.dtype not in ("float32", "bfloat16", "float16"):
+                problems.append(f"{matrix.key} is {matrix.dtype}, expected float32, bfloat16 or float16")
+    return problems + _missing_experts(halves, shape)
+
+
+def _missing_experts(halves: _Halves, shape: ModelShape) -> list[str]:
+    """All experts of a layer are adapted or none; name those that are left out."""
+    experts: dict[tuple[int, str], set[int]] = {}
+    for place in halves:
+        if place.expert is not None:
+            experts.setdefault((place.layer, place.part), set()).add(place.expert)
+    return [
+        f"model.layers.{layer}.mlp.experts: {part} of {len(found)} of {shape.num_experts} experts is adapted; ckptrain"
+        " adapts all experts of a layer or none"
+        for (layer, part), found in experts.items()
+        if len(found) < shape.num_experts
+    ]
+
+
+def _why_apart(path: Path, halves: _Halves) -> str | None:
+    """Say why an adapter of fused layers cannot hold this one; None where it can."""
+    groups: dict[tuple[tuple[int, str, str], int | None], dict[str, StoredMatrix]] = {}
+    for key, matrices in halves.items():
+        groups.setdefault((key.group, key.expert), {})[key.part] = matrices["A"]
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for (group, _), found in groups.items():
+            layer, place, fused = group
+            parts = FUSED[fused]
+            if missing := [part for part in parts if part not in found]:
+                there = ", ".join(found)
+                return f"in layer {layer} {there} is adapted and {', '.join(missing)} is not, and Megatron fuses them"
+            first, *others = (found[part] for part in parts)
+            if not all(_same_bytes(data, first, other) for other in others):
+                return f"{', '.join(parts)} of layer {layer} ({place}) have an A of their own"
+    return None
+
+
+def _same_bytes(data: mmap.mmap, one: StoredMatrix, other: StoredMatrix) -> bool:
+    return (
+        one.dtype == other.dtype
+        and data[one.start : one.start + one.num_bytes] == data[other.start : other.start + other.num_bytes]
+    )
+
+
+def _modules(halves: _Halves, kind: str) -> tuple[str, ...]:
+    """Return the global names of the modules that hold the matrices, layer by layer."""
+    if kind == "canonical":
+        return tuple(dict.fromkeys(place.split for place in halves))
+    return tuple(
+        dict.fromkeys(f"decoder.layers.{layer}.{at}.{fused}" for layer, at, fused in (place.group for place in halves))
+    )
+
+
+def _short_names(modules: tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
+    """Return how `lora.target_modules` names these: short where all layers have them, otherwise every full name."""
+    layers: dict[str, int] = {}
+    for module in modules:
+        short = module.rpartition(".")[2]
+        layers[short] = layers.get(short, 0) + 1
+    return tuple(layers) if all(count == shape.num_layers for count in layers.values()) else modules
