@@ -123,11 +123,13 @@ def export(
     overwrite: bool = False,
     verify: bool | None = None,
     base: str | os.PathLike[str] | None = None,
+    layout: str = "peft",
 ) -> Export:
     """Write the adapter of a checkpoint (or of a run's newest one) as a Hugging Face PEFT directory.
 
     With `verify` its logits under Hugging Face are compared with those under Megatron first; None does so where the
     base is on this machine and small. `base` is for what does not say its base, or names one that lies elsewhere.
+    `layout="vllm"` refuses what vLLM would not load.
 
     Raises:
         AdapterMismatch: the logits differ; nothing is written.
@@ -135,7 +137,15 @@ def export(
     """
     from ckptrain.convert.to_peft import export_adapter
 
-    return export_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base))
+    return export_adapter(
+        Path(checkpoint),
+        Path(out),
+        dtype=dtype,
+        overwrite=overwrite,
+        verify=verify,
+        base=_str(base),
+        layout=layout,
+    )
 
 
 def merge(

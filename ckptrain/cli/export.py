@@ -1,9 +1,9 @@
-"""`ckptrain export` and `ckptrain merge`: what Hugging Face reads, what it was let through by, and how to load it."""
+"""`ckptrain export`, `merge` and `import-adapter`: what was written, what it was let through by, how to load it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,39 @@ from ckptrain.config.schema import ModelConfig
 from ckptrain.errors import ConfigError
 
 
-def export_answer(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool, verify: bool | None) -> Answer:
-    """Export an adapter.
+def export_answer(checkpoint: Path, out: Path, **how: Any) -> Answer:
+    """Export an adapter; `how` is as `ckptrain.export` takes it.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
     quiet_libraries()
-    written = api.export(checkpoint, out, dtype=dtype, overwrite=overwrite, verify=verify)
-    report = {**attrs.asdict(written), "path": str(written.path)}
-    return Answer(report=report, show=functools.partial(_show, report))
+    return _answer(api.export(checkpoint, out, **how), _show)
 
 
-def merge_answer(checkpoint: Path, out: Path, dtype: str | None, *, overwrite: bool, verify: bool | None) -> Answer:
-    """Merge an adapter into its base.
+def merge_answer(checkpoint: Path, out: Path, **how: Any) -> Answer:
+    """Merge an adapter into its base; `how` is as `ckptrain.merge` takes it.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
     quiet_libraries()
-    written = api.merge(checkpoint, out, dtype=dtype, overwrite=overwrite, verify=verify)
+    return _answer(api.merge(checkpoint, out, **how), _show_merged)
+
+
+def import_answer(peft: Path, out: Path, **how: Any) -> Answer:
+    """Make a checkpoint of a PEFT adapter; `how` is as `ckptrain.import_adapter` takes it.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    quiet_libraries()
+    return _answer(api.import_adapter(peft, out, **how), _show_imported)
+
+
+def _answer(written: Any, show: Callable[[Mapping[str, Any], Console], None]) -> Answer:
     report = {**attrs.asdict(written), "path": str(written.path)}
-    return Answer(report=report, show=functools.partial(_show_merged, report))
+    return Answer(report=report, show=functools.partial(show, report))
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
@@ -55,7 +66,7 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
                 f" {report['rank']}, alpha {report['alpha']}; {', '.join(report['target_modules'])}"
             ),
         ),
-        ("from", f"run {report['run_id']}, step {report['step']}"),
+        ("from", _origin(report)),
         ("base", report["base"]),
     ]
     rows += _gate_rows(report)
@@ -75,7 +86,7 @@ def _show_merged(report: Mapping[str, Any], console: Console) -> None:
             f"{plural(report['merged'], 'weight')} changed, {plural(report['files'], 'file')},"
             f" {bytes_text(report['num_bytes'])}",
         ),
-        ("from", f"run {report['run_id']}, step {report['step']}"),
+        ("from", _origin(report)),
         ("base", report["base"]),
     ]
     console.print(facts([*rows, *_gate_rows(report)]))
@@ -85,6 +96,30 @@ def _show_merged(report: Mapping[str, Any], console: Console) -> None:
         f"model = AutoModelForCausalLM.from_pretrained({report['path']!r})",
     ):
         console.print(line, markup=False, soft_wrap=True, style="cyan")
+
+
+def _show_imported(report: Mapping[str, Any], console: Console) -> None:
+    rows: list[Row] = [
+        ("written", report["path"]),
+        (
+            "",
+            (
+                f"{plural(report['tensors'], 'tensor')}, {bytes_text(report['num_bytes'])} of {report['dtype']};"
+                f" {plural(report['modules'], 'module')}, rank {report['rank']}, alpha {report['alpha']}"
+            ),
+        ),
+        ("kind", report["kind"]),
+        ("base", report["base"]),
+        *(("note", note) for note in report["notes"]),
+    ]
+    console.print(facts(rows))
+    console.print()
+    console.print(f"ckptrain run CONFIG model.adapter={report['path']}", markup=False, soft_wrap=True, style="cyan")
+
+
+def _origin(report: Mapping[str, Any]) -> str:
+    """Return where an adapter comes from; one from elsewhere has neither a run nor a step."""
+    return f"run {report['run_id']}, step {report['step']}" if report["run_id"] else report["source"]
 
 
 def _gate_rows(report: Mapping[str, Any]) -> list[Row]:

@@ -103,6 +103,14 @@ def _verify_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _base_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--base",
+        metavar="MODEL",
+        help="The base model, where the adapter names none or one that lies elsewhere; a Hub id or a path.",
+    )(command)
+
+
 def _overrides(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
 
@@ -263,17 +271,27 @@ def prune(
     show_default=True,
     help="Type of the weights written.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["peft", "vllm"]),
+    default="peft",
+    show_default=True,
+    help="vllm refuses what vLLM would not load; what it loads has the names that PEFT's has.",
+)
+@_base_option
 @_overwrite_option
 @_verify_option
 @_json_option()
-def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool, verify: bool | None) -> Answer:
+def export(
+    checkpoint: Path, out: Path, dtype: str, layout: str, base: str | None, *, overwrite: bool, verify: bool | None
+) -> Answer:
     """Write an adapter for Hugging Face PEFT.
 
     CKPT is a checkpoint, or a run, whose newest is taken; the base model is needed for --verify only.
     """
     from ckptrain.cli.export import export_answer
 
-    return export_answer(checkpoint, out, dtype, overwrite=overwrite, verify=verify)
+    return export_answer(checkpoint, out, dtype=dtype, layout=layout, base=base, overwrite=overwrite, verify=verify)
 
 
 @cli.command()
@@ -284,17 +302,42 @@ def export(checkpoint: Path, out: Path, dtype: str, *, overwrite: bool, verify: 
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Type of the weights written; left out, each keeps that of the base.",
 )
+@_base_option
 @_overwrite_option
 @_verify_option
 @_json_option()
-def merge(checkpoint: Path, out: Path, dtype: str | None, *, overwrite: bool, verify: bool | None) -> Answer:
+def merge(
+    checkpoint: Path, out: Path, dtype: str | None, base: str | None, *, overwrite: bool, verify: bool | None
+) -> Answer:
     """Write the base model with an adapter in its weights.
 
-    CKPT is a checkpoint, or a run, whose newest is taken. OUT is a Hugging Face model with tokenizer.
+    CKPT is a checkpoint, a run, whose newest is taken, or a PEFT directory. OUT is a Hugging Face model with tokenizer.
     """
     from ckptrain.cli.export import merge_answer
 
-    return merge_answer(checkpoint, out, dtype, overwrite=overwrite, verify=verify)
+    return merge_answer(checkpoint, out, dtype=dtype, base=base, overwrite=overwrite, verify=verify)
+
+
+@cli.command("import-adapter")
+@click.argument("peft", metavar="PEFT_DIR", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--kind",
+    type=click.Choice(["auto", "lora", "canonical"]),
+    default="auto",
+    show_default=True,
+    help="lora shares an A among q, k and v, and gate and up; canonical gives each its own; auto is lora where it can.",
+)
+@_base_option
+@_json_option()
+def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer:
+    """Make a checkpoint of a Hugging Face PEFT adapter.
+
+    A run starts from OUT, or from PEFT_DIR itself, by model.adapter.
+    """
+    from ckptrain.cli.export import import_answer
+
+    return import_answer(peft, out, kind=kind, base=base)
 
 
 @cli.command()

@@ -42,6 +42,8 @@ class Merge:
     """A model that was written, and what is in it."""
 
     path: Path
+    source: str
+    """What it was made of."""
     base: str
     run_id: str
     step: int
@@ -110,6 +112,7 @@ def merge_adapter(
             write_provenance(MERGED, staging, {**provenance(source), **facts})
     return Merge(
         path=out,
+        source=str(source.path),
         base=source.base.name,
         run_id=source.run_id,
         step=source.step,

@@ -40,6 +40,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _PEFT_PREFIX = "base_model.model."
 _MOST_PROBLEMS = 20
+_VLLM_LARGEST_RANK = 512
 _PACKAGES = ("peft", "safetensors", "torch", "transformers")
 
 
@@ -48,6 +49,8 @@ class Export:
     """A PEFT directory that was written, and what is in it."""
 
     path: Path
+    source: str
+    """What it was made of."""
     tensors: int
     """How many matrices: an A and a B for each adapted Hugging Face layer."""
     num_bytes: int
@@ -99,6 +102,7 @@ def export_adapter(
     overwrite: bool = False,
     verify: bool | None = False,
     base: str | None = None,
+    layout: str = "peft",
 ) -> Export:
     """Write the adapter of a checkpoint as a directory that `peft.PeftModel.from_pretrained` loads.
 
@@ -109,6 +113,7 @@ def export_adapter(
         overwrite: replace an earlier export at `out`.
         verify: compare logits under Hugging Face and Megatron first; None does where the base is at hand and small.
         base: the base model, for an adapter that does not say it.
+        layout: peft, or vllm, which refuses what vLLM would not load.
 
     Raises:
         AdapterMismatch: they differ; nothing is written.
@@ -125,16 +130,25 @@ def export_adapter(
         check_destination(EXPORT, out, source.path, overwrite=overwrite)
         check_whole(source, "export")
         modules = adapted_modules(source)
+        if layout == "vllm" and (problems := vllm_problems(source)):
+            raise ProblemsError(f"cannot export {source.path} for vLLM", problems[:_MOST_PROBLEMS])
         config = _peft_config(source, modules)
         with published(out, overwrite=overwrite) as staging:
             tensors, effect = _write_weights(staging / WEIGHTS_NAME, source, modules, dtype)
             write_json(staging / CONFIG_NAME, config)
             num_bytes = (staging / WEIGHTS_NAME).stat().st_size
             gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, effect))
-            facts = {"dtype": dtype, "tensors": tensors, "effect": effect, "gate": gate_record(gate, why)}
+            facts = {
+                "dtype": dtype,
+                "tensors": tensors,
+                "effect": effect,
+                "layout": layout,
+                "gate": gate_record(gate, why),
+            }
             write_provenance(EXPORT, staging, {**provenance(source), **facts})
     return Export(
         path=out,
+        source=str(source.path),
         tensors=tensors,
         num_bytes=num_bytes,
         dtype=dtype,
@@ -220,6 +234,18 @@ def _product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
     a, b = lora_a.double(), lora_b.double()
     square = ((b.mT @ b) * (a @ a.mT)).sum().item()
     return math.sqrt(max(square, 0.0))
+
+
+def vllm_problems(source: AdapterSource) -> list[str]:
+    """Return why vLLM would not load an adapter that PEFT does.
+
+    It takes A and B of each Hugging Face layer under PEFT's names, and those of experts one by one, as they are written
+    here (vllm/lora/lora_model.py); a rank above its largest `max_lora_rank` it does not (vllm/config/lora.py).
+    """
+    rank = source.facts.lora.settings.dim
+    if rank > _VLLM_LARGEST_RANK:
+        return [f"its rank is {rank}, and vLLM's max_lora_rank is {_VLLM_LARGEST_RANK} at most: merge it instead"]
+    return []
 
 
 def _peft_config(source: AdapterSource, modules: Sequence[Module]) -> dict[str, Any]:
