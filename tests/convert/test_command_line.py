@@ -29,6 +29,7 @@ def test_an_adapter_is_imported_and_exported_again(base_of: BaseOf, tmp_path: Pa
     peft = write_peft(tmp_path / "peft", base_of("llama").load(), ["q_proj", "v_proj"])
     shown = ask("import-adapter", peft, tmp_path / "imported")
     assert shown.exit_code == 0, shown.output
+    told = " ".join(shown.output.split())
     for words in (
         "8 modules, rank 4, alpha 12",
         "canonical",
