@@ -50,8 +50,8 @@ def run(
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
-    loaded = load_config(config, overrides)
     directory = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+    loaded = read_config(config, overrides, directory)
     from ckptrain.training.start import decide_start, survey_run
 
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -74,6 +74,22 @@ def resume(
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
     return run(config_of_run(Path(run_dir)), overrides, run_dir=run_dir, observers=observers)
+
+
+def read_config(source: Source, overrides: Sequence[str], run_dir: Path) -> RunConfig:
+    """Read a configuration for a start in `run_dir`.
+
+    Rank, scale and targets that it does not say are those of `model.adapter`, where it names one.
+
+    Raises:
+        CkptrainError: the configuration or the adapter cannot be used.
+    """
+    config = load_config(source, overrides)
+    if config.model.adapter is None:
+        return config
+    from ckptrain.training.start import lora_at_start
+
+    return load_config(source, overrides, defaults={"lora": lora_at_start(config, run_dir)})
 
 
 def config_of_run(run_dir: Path, *, check_inputs: bool = True) -> RunConfig:
@@ -107,8 +123,8 @@ def plan(
     Raises:
         CkptrainError: what `run` would refuse.
     """
-    loaded = load_config(config, overrides)
     directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
+    loaded = read_config(config, overrides, directory)
     from ckptrain.training.start import decide_start, survey_run
 
     survey = survey_run(loaded, world_size, directory.absolute())

@@ -16,12 +16,14 @@ from ckptrain.checkpoint.contents import stored_bytes, tensor_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.manifest import Manifest
 from ckptrain.checkpoint.reading import reading
-from ckptrain.checkpoint.resolve import resolve_checkpoint
+from ckptrain.cli.foreign import foreign_answer
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, by_kind, facts, shape_text, table
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.wording import bytes_text, duration_text, plural
 from ckptrain.config.layout import Layout
+from ckptrain.convert.checkpoint_source import CheckpointSource
+from ckptrain.convert.sources import open_source
 from ckptrain.lifecycle.fit import layout_text
 
 _SHORT_DIGEST = 12
@@ -30,14 +32,18 @@ _ALL_LAYERS = "decoder.layers."
 """How the name of an adapter weight begins that is stacked over all layers; a number follows where it is of one."""
 
 
-def inspect_answer(path: Path, *, norms: bool) -> Answer:
-    """Describe a checkpoint, or a run's newest; with `norms` every tensor is read, one after the other.
+def inspect_answer(path: Path, *, norms: bool, base: str | None = None) -> Answer:
+    """Describe a checkpoint, a run's newest, or an adapter of another form; with `norms` every tensor is read.
 
     Raises:
-        CheckpointNotFound: `path` is neither.
+        CheckpointNotFound: `path` is none of these.
         CheckpointDamaged: it is not whole, or with `norms` not what its manifest says.
+        ConfigError: it is of another form, and its base is not here.
     """
-    checkpoint = resolve_checkpoint(path)
+    source = open_source(path, base=base)
+    if not isinstance(source, CheckpointSource):
+        return foreign_answer(source, norms=norms)
+    checkpoint = source.checkpoint
     with reading(checkpoint):
         measured = _measured(checkpoint) if norms else None
     report = {

@@ -187,16 +187,17 @@ def status(run_dir: Path) -> Answer:
 @cli.command()
 @click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
 @click.option("--norms", is_flag=True, help="Read the tensors: norms, largest values, and what is NaN or infinite.")
+@_base_option
 @_json_option()
-def inspect(path: Path, *, norms: bool) -> Answer:
+def inspect(path: Path, base: str | None, *, norms: bool) -> Answer:
     """Tell what is in a checkpoint.
 
-    Of a run it is the newest. Everything but --norms comes from the manifest, at once; those take torch, and the memory
-    of the largest tensor.
+    Of a run it is the newest; a PEFT adapter or a checkpoint of Megatron-Bridge is told as far as it says. Everything
+    but --norms comes from the manifest, at once; those take torch, and the memory of the largest tensor.
     """
     from ckptrain.cli.inspect import inspect_answer
 
-    return inspect_answer(path, norms=norms)
+    return inspect_answer(path, norms=norms, base=base)
 
 
 @cli.command()

@@ -44,7 +44,8 @@ def plan_answer(source: Path, overrides: tuple[str, ...], run_dir: Path | None, 
             raise click.UsageError(f"{source} is a run itself: leave out --run-dir, or give a config file")
         config, run_dir = load_config(api.config_of_run(source), overrides), source
     else:
-        config, run_dir = load_config(source, overrides), run_dir or api.default_run_dir(source)
+        run_dir = run_dir or api.default_run_dir(source)
+        config = api.read_config(source, overrides, run_dir)
     survey, start = api.plan(config, run_dir=run_dir, world_size=num_processes)
     report = plan_report(survey, start, run_dir)
     return Answer(report=report, show=functools.partial(_show, report))

@@ -39,7 +39,7 @@ def run_config(
         raise click.UsageError(f"{config} is a directory; to go on with a run: ckptrain resume {config}")
     run_dir = run_dir or api.default_run_dir(config)
     arguments = ["run", *_flags(as_json=as_json), f"--run-dir={run_dir}", "--", str(config), *overrides]
-    return _train(load_config(config, overrides), run_dir, arguments, num_processes, as_json=as_json)
+    return _train(api.read_config(config, overrides, run_dir), run_dir, arguments, num_processes, as_json=as_json)
 
 
 def resume_run(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:

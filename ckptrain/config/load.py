@@ -34,11 +34,12 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     check_inputs: bool = True,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunConfig:
     """Read a config file, a nested mapping or a RunConfig, apply overrides such as `train.steps=100`, and check it all.
 
     `check_inputs=False` leaves out whether the data files and the adapter exist: a run is shown or exported on machines
-    that do not have them.
+    that do not have them. `defaults` has values by section for keys that neither says, in the place of the schema's.
 
     Raises:
         ConfigError: with every problem found: types, bounds, unknown and missing keys, contradictions, absent files.
@@ -56,6 +57,7 @@ def load_config(
         reading.problems.extend(document.problems)
     for override in overrides:
         reading.override(override)
+    reading.fill_in(defaults or {})
     config = reading.structure()
     reading.problems.extend(
         reading.located(found.keys, found.text)
@@ -150,6 +152,12 @@ class _Reading:
         place[last] = value
         self._places[key] = f"override {text!r}: "
         _absolute(self.values, Path.cwd(), only=key)
+
+    def fill_in(self, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the keys that nobody has set."""
+        for section, values in defaults.items():
+            if isinstance(held := self.values.get(section) or {}, Mapping):
+                self.values[section] = {**values, **held}
 
     def structure(self) -> RunConfig:
         """Build the config; a key with a problem stands at its default, and is named in `bad_keys`."""

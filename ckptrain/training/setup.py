@@ -123,7 +123,7 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
     )
     attach_adapters(model, config.lora, survey.targets)
     adapters = tuple(adapter_parameters(model))
-    initialise_adapters(list(adapters), config.lora, config.train.seed)
+    initialise_adapters(model, adapters, config.lora, config.train.seed)
     trainable = sum(adapter.parameter.numel() for adapter in adapters)
     lifecycle.advance(Phase.ADAPTER_ATTACHED, modules=len(survey.targets.modules), parameters_on_rank0=trainable)
     wrapped = wrap_for_training(model, deterministic=config.train.deterministic)

@@ -11,7 +11,7 @@ import importlib.metadata
 import platform
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import attrs
 
@@ -22,7 +22,7 @@ from ckptrain.config.checks import unproven
 from ckptrain.config.estimate import checkpoint_bytes
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
-from ckptrain.config.schema import RunConfig
+from ckptrain.config.schema import LoraConfig, RunConfig
 from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
@@ -82,8 +82,7 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
         raise ConfigError("cannot run this configuration yet", problems)
     base = fetch(locate_base(config.model))
     shape = read_shape(base)
-    kind, notes = _kind_of_lora(config, shape, run_dir)
-    config = attrs.evolve(config, lora=attrs.evolve(config.lora, kind=kind))
+    config, notes = _with_kind(config, shape, run_dir)
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
     validation = config.data.validation
@@ -104,19 +103,37 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
     )
 
 
-def _kind_of_lora(
-    config: RunConfig, shape: ModelShape, run_dir: Path | None
-) -> tuple[Literal["auto", "lora", "canonical"], tuple[str, ...]]:
-    """Decide what `lora.kind: auto` means, and why; any other is what it says."""
-    if config.lora.kind != "auto":
-        return config.lora.kind, ()
-    newest = None if run_dir is None else CheckpointStore(run_dir).newest()
+def lora_at_start(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """Return what the adapters are that a run goes on with or starts from, by key of the section `lora`.
+
+    Raises:
+        CkptrainError: `model.adapter` is nothing that can be read.
+    """
+    newest = CheckpointStore(run_dir).newest()
     if newest is not None:
-        return newest.manifest.lora.settings.kind, ()
-    if config.model.adapter is not None:
+        settings = newest.manifest.lora.settings
+    elif config.model.adapter is not None:
+        shape = read_shape(fetch(locate_base(config.model)))
+        settings = open_source(Path(config.model.adapter), shape=shape, kind=config.lora.kind).facts.lora.settings
+    else:
+        return {}
+    keys = ("dim", "alpha", "target_modules", "exclude_modules")
+    return {key: list(value) if isinstance(value := getattr(settings, key), tuple) else value for key in keys}
+
+
+def _with_kind(config: RunConfig, shape: ModelShape, run_dir: Path | None) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration with what `lora.kind: auto` means in it, and why; any other kind is what it says."""
+    if config.lora.kind != "auto":
+        return config, ()
+    newest = None if run_dir is None else CheckpointStore(run_dir).newest()
+    notes: tuple[str, ...] = ()
+    origin = LoraConfig(kind="lora")
+    if newest is not None:
+        origin = newest.manifest.lora.settings
+    elif config.model.adapter is not None:
         source = open_source(Path(config.model.adapter), shape=shape).facts
-        return source.lora.settings.kind, source.notes
-    return "lora", ()
+        origin, notes = source.lora.settings, source.notes
+    return attrs.evolve(config, lora=attrs.evolve(config.lora, kind=origin.kind)), notes
 
 
 def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start:

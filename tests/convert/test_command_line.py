@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from safetensors import safe_open
+from safetensors.torch import load_file
 from support.peft_adapters import change_config, same_tensors, write_peft
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
@@ -70,6 +71,23 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(base_of: Base
     assert "bias is" in refused.output
     assert "rank_pattern is" in refused.output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_peft_adapter_is_inspected(base_of: BaseOf, tmp_path: Path) -> None:
+    """What it would become, and with --norms what its numbers are like."""
+    peft = write_peft(tmp_path / "peft", base_of("llama").load(), ["q_proj", "v_proj"])
+    told = " ".join(ask("inspect", peft).output.split())
+    for words in ("Hugging Face PEFT adapter", "8 modules (linear_q, linear_v), kind canonical, rank 4, alpha 12"):
+        assert words in told
+    report = json.loads(ask("inspect", peft, "--norms", "--json").stdout)
+    assert report["problems"] == []
+    matrix = load_file(peft / "adapter_model.safetensors")[
+        "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
+    ]
+    [found] = [
+        entry for entry in report["matrices"] if "layers.2." in entry["name"] and "v.linear_out" in entry["name"]
+    ]
+    assert found["norm"] == pytest.approx(matrix.norm().item())
 
 
 def test_an_export_of_a_peft_adapter_is_the_adapter(base_of: BaseOf, tmp_path: Path) -> None:

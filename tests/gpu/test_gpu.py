@@ -87,11 +87,30 @@ def test_transformer_engine_trains_in_bfloat16_and_agrees_with_hugging_face(conf
     assert losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
 
 
-def test_the_gpu_and_the_cpu_agree_in_float32(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "canonical"])
+def test_transformer_engine_trains_what_the_local_layers_train(kind: str, config: Path, tmp_path: Path) -> None:
+    """Adapters of either kind on layers that fuse a norm, and on layers that do not; the gate lets the export through."""
+    asked = [f"lora.kind={kind}", "lora.target_modules=[q_proj, v_proj, o_proj, up_proj, down_proj]"]
+    curves = {}
+    for backend in ("transformer_engine", "local"):
+        where = tmp_path / backend
+        run(1, "run", str(config), "--run-dir", str(where), f"model.backend={backend}", *asked)
+        curves[backend] = losses(where)
+    assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 2e-2
+    out = tmp_path / "peft"
+    export = ["export", str(tmp_path / "transformer_engine"), str(out), "--verify"]
+    subprocess.run([sys.executable, "-m", "ckptrain.cli", *export], check=True)
+    gate = json.loads((out / "ckptrain_export.json").read_text())["gate"]
+    assert gate["difference"] < gate["allowed"] < gate["effect"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "canonical"])
+def test_the_gpu_and_the_cpu_agree_in_float32(kind: str, config: Path, tmp_path: Path) -> None:
     """The local layers, which auto takes for float32, give one loss curve on both."""
     curves = {}
+    asked = ["model.dtype=float32", f"lora.kind={kind}"]
     for name, environment in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"})):
-        run(1, "run", str(config), "--run-dir", str(tmp_path / name), "model.dtype=float32", **environment)
+        run(1, "run", str(config), "--run-dir", str(tmp_path / name), *asked, **environment)
         curves[name] = losses(tmp_path / name)
     assert base_loaded(tmp_path / "gpu")["backend"] == "local"
     assert max(abs(a - b) for a, b in zip(curves["gpu"], curves["cpu"], strict=True)) < 1e-3

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from support.launch import launch, run_training
 from support.peft_adapters import EVERY, change_weights, same_tensors, share_a, write_peft
+from tiny import write_chats
 from transformers import AutoModelForCausalLM
 
 from ckptrain.config.schema import RunConfig
@@ -97,6 +98,29 @@ def test_float32_matrices_survive_in_the_masters_of_a_bfloat16_run(
     for layer, master in enumerate(masters):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
         assert master.equal(stored[name])
+
+
+def test_what_the_config_leaves_open_comes_from_the_adapter(
+    adapters: dict[str, Path], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Rank, scale, kind and targets; whatever the adapter is, a start that says nothing of them fits it."""
+    from ckptrain import api
+
+    write_chats(tmp_path / "train.jsonl", 20)
+    said = {
+        "model": {"pretrained": str(tiny_llama), "adapter": str(adapters["canonical"]), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "train.jsonl"), "sequence_length": 128},
+        "train": {"steps": 1},
+    }
+    survey, start = api.plan(said, run_dir=tmp_path / "run")
+    assert start.plan.kind == "WarmStart"
+    lora = survey.config.lora
+    assert (lora.kind, lora.dim, lora.alpha, len(survey.targets.modules)) == ("canonical", 4, 12, 28)
+    launch(1, lambda: api.run(said, run_dir=tmp_path / "run"))
+    _, again = api.plan(said, ["train.steps=2"], run_dir=tmp_path / "run")
+    assert again.plan.kind == "Resume"
+    with pytest.raises(StartRefused, match=r"set lora\.dim=4"):
+        api.plan(said, ["lora.dim=8"], run_dir=tmp_path / "other")
 
 
 def test_a_config_that_contradicts_the_adapter_is_refused_with_what_to_set(
