@@ -1,4 +1,4 @@
-"""`ckptrain inspect` of an adapter that ckptrain did not save: what it is, and with --norms what its numbers are like."""
+"""`ckptrain inspect` of an adapter that ckptrain did not save: what it is, with --norms what its numbers are like."""
 
 from __future__ import annotations
 
