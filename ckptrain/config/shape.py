@@ -18,10 +18,30 @@ SUPPORTED = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
 )
+# What people may well try, and why it is not to be had.
+REFUSED = {
+    "GemmaForCausalLM": "it was never compared with Hugging Face, as Gemma 2 and Gemma 3 were",
+    "Gemma3ForConditionalGeneration": "it reads images too; its text model alone is a Gemma3ForCausalLM",
+    "MixtralForCausalLM": "Megatron-Bridge has no conversion for it",
+    "Phi3ForCausalLM": "Megatron-Bridge has no conversion for it",
+}
+# Layers that are ckptrain's own or megatron-core's, and were never compared under Transformer Engine.
+LOCAL_ONLY = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 # llama.cpp calls Mistral llama too. Not qwen3moe: transformers does not read the experts' width from a GGUF file.
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Gemma3ForCausalLM")
+_QKV_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
+# Four norms in a layer: before and after attention, before and after the MLP.
+_POST_NORMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+# Their config.json may leave it out, and the width of the hidden state divided by the heads is not what it means then.
+_HEAD_DIM_REQUIRED = (*_POST_NORMS, "GptOssForCausalLM")
+_ACTIVATIONS = dict.fromkeys(_POST_NORMS, ("hidden_activation", "gelu_pytorch_tanh"))
 _REQUIRED = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -31,10 +51,11 @@ _REQUIRED = {
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
-_REQUIRED_MOE = {
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "experts_per_token": "num_experts_per_tok",
+# What an expert's width is called; other architectures have no experts.
+_EXPERT_WIDTH = {
+    "Qwen3MoeForCausalLM": "moe_intermediate_size",
+    "OlmoeForCausalLM": "intermediate_size",
+    "GptOssForCausalLM": "intermediate_size",
 }
 _GGUF_KEYS = {
     "num_layers": "block_count",
@@ -48,7 +69,7 @@ _GGUF_KEYS = {
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """The dimensions of a decoder of gated MLPs (SwiGLU) under RMS norms; `num_experts` is 0 for a dense model."""
+    """The dimensions of a decoder of gated MLPs under RMS norms; `num_experts` is 0 for a dense model."""
 
     architecture: str
     num_layers: int
@@ -78,9 +99,30 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def adapts_experts(self) -> bool:
+        """Tell whether PEFT can hold adapters of the experts as they are trained.
+
+        GPT-OSS keeps all experts of a layer in one tensor with gate and up interleaved, and PEFT passes over adapters
+        that are named as single experts' layers.
+        """
+        return self.num_experts > 0 and self.architecture != "GptOssForCausalLM"
+
+    @property
+    def is_local_only(self) -> bool:
+        """Tell whether its layers were never compared under Transformer Engine, so that only the local ones run it."""
+        return self.architecture in LOCAL_ONLY
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Tell whether its attention writes the scores, [heads, length, length]: no fused kernel has its form."""
+        return self.architecture in ("Gemma2ForCausalLM", "GptOssForCausalLM")
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of one layer; 0 for a dense model."""
-        return self.num_experts * 3 * self.hidden_size * self.moe_ffn_hidden_size
+        hidden, ffn = self.hidden_size, self.moe_ffn_hidden_size
+        biases = 2 * ffn + hidden if self.architecture == "GptOssForCausalLM" else 0
+        return self.num_experts * (3 * hidden * ffn + biases)
 
     @property
     def dense_layer_parameters(self) -> int:
@@ -88,8 +130,15 @@ class ModelShape:
         hidden = self.hidden_size
         attention = hidden * self.qkv_size + self.num_heads * self.head_dim * hidden
         attention += self.qkv_size if self.qkv_bias else 0
-        norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.architecture in _POST_NORMS else 2) * hidden
+        if self.architecture == "OlmoeForCausalLM":  # a norm over all heads together
+            norms += (self.num_heads + self.num_kv_heads) * self.head_dim
+        elif self.qk_norm:
+            norms += 2 * self.head_dim
         mlp = hidden * self.num_experts if self.num_experts else 3 * hidden * self.ffn_hidden_size
+        if self.architecture == "GptOssForCausalLM":  # biases of the output projection and the router, attention sinks
+            attention += hidden + self.num_heads
+            mlp += self.num_experts
         return attention + norms + mlp
 
     @property
@@ -119,15 +168,18 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         ConfigError: as `read_shape`.
     """
     architecture = _architecture(config.get("architectures"), name)
-    moe = architecture == "Qwen3MoeForCausalLM"
-    required = {**_REQUIRED, **(_REQUIRED_MOE if moe else {})}
-    # Left out means none shared for Llama; the others' defaults are particular numbers, not to be guessed.
+    required = dict(_REQUIRED)
+    # Left out means none shared for these; the others' defaults are particular numbers, not to be guessed.
     values = dict(config)
-    if architecture == "LlamaForCausalLM" and values.get("num_key_value_heads") is None:
+    if architecture in ("LlamaForCausalLM", "OlmoeForCausalLM") and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if moe and "num_experts" not in values:
-        values["num_experts"] = values.get("num_local_experts")  # as transformers 5 writes it
-    problems = [*_missing(values, required.values()), *_unsupported(values, architecture)]
+    if architecture in _EXPERT_WIDTH:
+        if "num_experts" not in values:
+            values["num_experts"] = values.get("num_local_experts")  # as transformers 5 writes it
+        required |= {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+        required["moe_ffn_hidden_size"] = _EXPERT_WIDTH[architecture]
+    extra = ("head_dim",) if architecture in _HEAD_DIM_REQUIRED else ()
+    problems = [*_missing(values, dict.fromkeys([*required.values(), *extra])), *_unsupported(values, architecture)]
     if problems:
         raise ConfigError(f"cannot use the base model {name}: its config.json", problems)
     numbers = {field: values[key] for field, key in required.items()}
@@ -135,8 +187,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(
         architecture=architecture,
         head_dim=head_dim,
-        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
+        tied_embeddings=bool(values.get("tie_word_embeddings", architecture in _POST_NORMS)),
+        qkv_bias=architecture in _QKV_BIAS,
         qk_norm=architecture in _QK_NORM,
         **numbers,
     )
@@ -144,10 +196,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _architecture(listed: Any, name: str) -> str:
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
-    if architecture not in SUPPORTED:
-        found = "names no architecture" if not architecture else f"is a {architecture}"
-        raise ConfigError(f"cannot use the base model {name}", [f"it {found}; supported are {', '.join(SUPPORTED)}"])
-    return str(architecture)
+    if architecture in SUPPORTED:
+        return str(architecture)
+    found = "it names no architecture" if not architecture else f"it is a {architecture}"
+    why = f": {REFUSED[architecture]}" if isinstance(architecture, str) and architecture in REFUSED else ""
+    raise ConfigError(f"cannot use the base model {name}", [f"{found}{why}; supported are {', '.join(SUPPORTED)}"])
 
 
 def _missing(values: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
@@ -161,14 +214,8 @@ def _missing(values: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
 
 
 def _unsupported(values: Mapping[str, Any], architecture: str) -> list[str]:
-    """Name what these architectures can have and Megatron-Bridge has no place for."""
-    problems = [
-        f"{key} is true: Megatron-Bridge carries no such bias over for {architecture}"
-        for key in ("attention_bias", "mlp_bias")
-        if values.get(key)
-    ]
-    if values.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {values['hidden_act']!r}: expected 'silu'")
+    """Name what these architectures can have and would be left out under Megatron."""
+    problems = [*_other_than_usual(values, architecture), *_rope(values, architecture)]
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "an unnamed method")
         problems.append(f"quantization_config: the weights are quantised ({method}); give the unquantised model")
@@ -177,6 +224,57 @@ def _unsupported(values: Mapping[str, Any], architecture: str) -> list[str]:
             problems.append(f"mlp_only_layers is {values['mlp_only_layers']}: expected experts in every layer")
         if values.get("decoder_sparse_step", 1) != 1:
             problems.append(f"decoder_sparse_step is {values['decoder_sparse_step']}: expected experts in every layer")
+    if architecture == "OlmoeForCausalLM" and values.get("clip_qkv") is not None:
+        problems.append(f"clip_qkv is {values['clip_qkv']}: Megatron has no place for a clamp of q, k and v")
+    if architecture in _POST_NORMS and values.get("use_bidirectional_attention"):
+        problems.append("use_bidirectional_attention is true: expected a model that reads from left to right")
+    if architecture == "Gemma3ForCausalLM" and values.get("attn_logit_softcapping") is not None:
+        problems.append(
+            f"attn_logit_softcapping is {values['attn_logit_softcapping']}: transformers passes over it in Gemma 3, so"
+            " there is nothing to agree with; expected null"
+        )
+    return problems
+
+
+def _other_than_usual(values: Mapping[str, Any], architecture: str) -> list[str]:
+    problems = []
+    has_bias = architecture == "GptOssForCausalLM"
+    if has_bias and not values.get("attention_bias", True):
+        problems.append("attention_bias is false: expected a GPT-OSS with biases, as Megatron-Bridge has it")
+    problems += [
+        f"{key} is true: Megatron-Bridge carries no such bias over for {architecture}"
+        for key in ("attention_bias", "mlp_bias")
+        if values.get(key) and not has_bias
+    ]
+    key, expected = _ACTIVATIONS.get(architecture, ("hidden_act", "silu"))
+    if values.get(key, expected) != expected:
+        problems.append(f"{key} is {values[key]!r}: expected {expected!r}")
+    kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    problems += [
+        f"layer_types has {kind}: expected full_attention or sliding_attention in every layer" for kind in kinds
+    ]
+    return problems
+
+
+def _rope(values: Mapping[str, Any], architecture: str) -> list[str]:
+    """Name what is unknown of the rotary embedding: transformers 5 calls it rope_parameters, earlier rope_scaling.
+
+    Gemma 3 has two in one, for its local layers and for the others.
+    """
+    problems = []
+    for key in ("rope_parameters", "rope_scaling"):
+        found = values.get(key) or {}
+        if not isinstance(found, Mapping):
+            problems.append(f"{key}: expected an object, found {found!r}")
+            continue
+        for parameters in [part for part in found.values() if isinstance(part, Mapping)] or [found]:
+            kind = parameters.get("rope_type", parameters.get("type", "default"))
+            if kind not in ROPE_KINDS:
+                problems.append(f"{key}: rope_type is {kind!r}; ckptrain knows {', '.join(ROPE_KINDS)}")
+            if kind == "yarn" and architecture == "MistralForCausalLM":
+                problems.append(f"{key}: rope_type is 'yarn', which Megatron-Bridge's conversion of Mistral fails on")
+            if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+                problems.append(f"{key}: partial_rotary_factor is {parameters['partial_rotary_factor']}: expected 1")
     return problems
 
 

@@ -71,12 +71,15 @@ def huggingface_logits(model: Any, batch: MicroBatch) -> Tensor:
 
 def load_huggingface(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a causal language model from a Hugging Face directory, quietly."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    # Gemma 2 caps attention scores, which transformers' default attention passes over without a word.
+    capped = getattr(AutoConfig.from_pretrained(directory), "attn_logit_softcapping", None)
+    attention = {"attn_implementation": "eager"} if capped else {}
     logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **attention).to(device)
     finally:
         logging.enable_progress_bar()
 

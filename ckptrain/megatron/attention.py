@@ -1,9 +1,9 @@
-"""Packed sequences for megatron-core's local layers: rotary positions that restart, attention that stays inside.
+"""Packed sequences for megatron-core's local layers: attention that stays inside a sequence.
 
-megatron-core's own DotProductAttention writes the whole score matrix and refuses packed sequences, and its rotary
-embedding takes them apart one by one. Here a micro-batch is one row of sequences, [tokens, 1, ...], whose boundaries
-(`cu_seqlens`) both know: the frequencies are looked up by position for all tokens at once, and each sequence attends to
-itself only, through torch's fused kernel, which keeps no scores. No mask is built and no padding is computed.
+megatron-core's own DotProductAttention writes the whole score matrix and refuses packed sequences. Here a micro-batch
+is one row of sequences, [tokens, 1, ...], whose boundaries (`cu_seqlens`) are known: each sequence attends to itself
+only, through torch's fused kernel, which keeps no scores, no mask is built and no padding is computed. Where scores
+are capped or there is a sink, which the kernel knows nothing of, they are written for one sequence at a time.
 """
 
 from __future__ import annotations
@@ -15,35 +15,13 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ckptrain.errors import ConfigError
 
 
-class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles of packed sequences, in the place of a model's `rotary_pos_emb`."""
-
-    def __init__(self, frequencies: Tensor) -> None:
-        """Take the angle of each pair of channels at position 1, float32 [head_dim / 2]."""
-        super().__init__()
-        self.inv_freq = frequencies
-
-    def get_rotary_seq_len(self, *_: Any) -> Tensor:
-        """Return what the model hands to `forward`: here the positions themselves, [tokens]."""
-        packed: PackedSeqParams = _[-1]
-        starts = packed.cu_seqlens_q[:-1].long()
-        lengths = packed.cu_seqlens_q.diff().long()
-        tokens = torch.arange(int(lengths.sum()), device=lengths.device)
-        return tokens - starts.repeat_interleave(lengths)
-
-    def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Return the angles, float32 [tokens, 1, 1, head_dim]; the two halves of a head turn together."""
-        angles = torch.outer(positions.float(), self.inv_freq.to(positions.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
-
-
-class PackedDotProductAttention(torch.nn.Module):
+class PackedDotProductAttention(nn.Module):
     """Causal attention over packed sequences, in the place of a layer spec's `core_attention`."""
 
     def __init__(
@@ -53,16 +31,24 @@ class PackedDotProductAttention(torch.nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> None:
+        """Take megatron-core's configuration of a layer; scores are kept within `softcap` by a tanh."""
         super().__init__()
-        if config.softmax_type != "vanilla":
+        self.config = config
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.softcap = softcap
+        self.window = _window(config, layer_number)
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        elif config.softmax_type != "vanilla":
             raise ConfigError(
                 "the local backend cannot run this model",
                 [f"its attention uses softmax_type={config.softmax_type}; use Transformer Engine on a GPU"],
             )
-        self.softmax_scale = softmax_scale
-        self.window = _window(config, layer_number)
 
     def forward(
         self,
@@ -91,15 +77,35 @@ class PackedDotProductAttention(torch.nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend inside one sequence: [length, 1, heads, head_dim] -> the same."""
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        if self.softcap is not None or self.softmax_offset is not None:
+            return self._attend_by_scores(q, k, v).permute(2, 0, 1, 3)
         grouped = q.shape[1] != k.shape[1]
         length = q.shape[2]
-        mask = None
-        if self.window is not None and length > self.window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - self.window)
+        mask = _visible(length, self.window, q.device) if self.window is not None and length > self.window else None
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
         return out.permute(2, 0, 1, 3)
+
+    def _attend_by_scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with the scores at hand: [1, heads, length, head_dim] -> the same. A sink takes its share of them."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = q @ k.mT * self.softmax_scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        length = q.shape[2]
+        scores = scores.masked_fill(~_visible(length, self.window or length, q.device), -torch.inf)
+        if self.softmax_offset is None:
+            return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        sinks = self.softmax_offset.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.float32)
+        return shares[..., :-1].to(v.dtype) @ v
+
+
+def _visible(length: int, window: int, device: torch.device) -> Tensor:
+    """Return which position sees which, bool [length, length]: itself and the `window` - 1 before."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _window(config: Any, layer_number: int) -> int | None:

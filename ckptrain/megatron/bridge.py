@@ -20,14 +20,16 @@ from typing import Any
 
 from ckptrain.megatron.platform import enter_platform, has_transformer_engine
 
-# Hugging Face architecture -> the module of Megatron-Bridge that registers its conversion.
+# Hugging Face architecture -> the module of Megatron-Bridge that registers its conversion; others are registered here.
 _FAMILY_MODULES = {
     "LlamaForCausalLM": "megatron.bridge.models.llama.llama_bridge",
     "MistralForCausalLM": "megatron.bridge.models.mistral.mistral_bridge",
     "Qwen2ForCausalLM": "megatron.bridge.models.qwen.qwen2_bridge",
     "Qwen3ForCausalLM": "megatron.bridge.models.qwen.qwen3_bridge",
     "Qwen3MoeForCausalLM": "megatron.bridge.models.qwen.qwen3_moe_bridge",
+    "GptOssForCausalLM": "megatron.bridge.models.gpt_oss.gpt_oss_bridge",
 }
+_OWN_FAMILIES = "ckptrain.megatron.families"
 
 
 def _enter_bare_package(name: str) -> None:
@@ -99,5 +101,7 @@ def auto_bridge(architecture: str) -> Any:
     enter_megatron()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module(_FAMILY_MODULES[architecture])
+        importlib.import_module(_OWN_FAMILIES).register()
+        if architecture in _FAMILY_MODULES:
+            importlib.import_module(_FAMILY_MODULES[architecture])
     return importlib.import_module("megatron.bridge.models.conversion.auto_bridge").AutoBridge

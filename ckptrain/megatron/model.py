@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 
+from ckptrain.checkpoint.ranks import together
 from ckptrain.config.layout import Layout
 from ckptrain.config.schema import RunConfig
-from ckptrain.errors import ConfigError
-from ckptrain.megatron.attention import PackedDotProductAttention, PackedRotaryEmbedding
+from ckptrain.errors import ModelMismatch
 from ckptrain.megatron.bridge import auto_bridge
+from ckptrain.megatron.families import family_settings, finish_model, local_layers
 from ckptrain.megatron.platform import Backend, enter_platform
+from ckptrain.megatron.rope import PackedRotaryEmbedding, constant_frequencies, read_ropes
 
 # What the local layers cannot do: kernels of Transformer Engine or Apex, and CUDA's only.
 _LOCAL_BACKEND_OFF = (
@@ -34,7 +34,6 @@ _LOCAL_BACKEND_OFF = (
     "cross_entropy_loss_fusion",
     "moe_permute_fusion",
 )
-_ROPE_KINDS = ("default", "linear", "llama3")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -56,7 +55,11 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
 
     Returns:
         megatron-core's GPTModel, not yet wrapped: pipeline stage `pp`, tensor shard `tp` of it.
+
+    Raises:
+        ConfigError: these layers cannot run this model, or not in this layout.
     """
+    hf_config = bridge.hf_pretrained.config
     provider = _provider(bridge, config, layout, backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,11 +71,13 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
     model.to(enter_platform().device)  # the local norms are made on the CPU
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    frequencies = _rope_frequencies(bridge.hf_pretrained.config).to(enter_platform().device)
+    finish_model(model, hf_config, _architecture(hf_config))
+    ropes = read_ropes(hf_config)
     if backend == "local":
-        model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)
+        model.rotary_pos_emb = PackedRotaryEmbedding(ropes)
     else:
-        model.rotary_pos_emb.inv_freq = frequencies
+        frequencies = constant_frequencies(ropes, config.data.sequence_length)
+        model.rotary_pos_emb.inv_freq = frequencies.to(enter_platform().device)
         model.rotary_pos_emb.seq_len_interpolation_factor = None  # linear scaling is in the frequencies already
     # How the step is to describe packed sequences: Transformer Engine's kernels know THD, our attention needs no name.
     model.config.packed_format = "sbhd" if backend == "local" else "thd"
@@ -80,11 +85,27 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
 
 
 def load_base_weights(bridge: Any, model: Any) -> None:
-    """Read the base's weights into the model; once, before adapters are attached and before wrapping."""
+    """Read the base's weights into the model; once, before adapters are attached and before wrapping; collective.
+
+    Raises:
+        ModelMismatch: the base has no weight for a parameter; Megatron-Bridge leaves such a one as it was.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it draws a progress bar of its own
         warnings.simplefilter("ignore")
         bridge.load_hf_weights([model])
+    together(lambda: _check_filled(model))
     model.requires_grad_(requires_grad=False)
+
+
+def _check_filled(model: Any) -> None:
+    if unfilled := [name for name, parameter in model.named_parameters() if parameter.isnan().any()]:
+        raise ModelMismatch(
+            f"the base has no weights, or NaN among them, for {len(unfilled)} parameters under Megatron:"
+            f" {', '.join(unfilled[:5])}"
+        )
 
 
 def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) -> Any:
@@ -119,9 +140,11 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
         # Megatron-Bridge turns a loss on that balances the experts. It counts the tokens of a micro-batch, padding
         # too, so what is learnt would depend on the layout; and the router that it is for is frozen.
         settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    hf_config = bridge.hf_pretrained.config
+    settings |= family_settings(hf_config, _architecture(hf_config), backend)
     if backend == "local":
         settings |= {name: False for name in _LOCAL_BACKEND_OFF if hasattr(provider, name)}
-        settings["transformer_layer_spec"] = _packed_local_spec
+        settings["transformer_layer_spec"] = local_layers(hf_config, _architecture(hf_config))
         if getattr(provider, "num_moe_experts", None):
             settings["moe_token_dispatcher_type"] = "allgather"  # noqa: S105  # a token of text
     for name, value in settings.items():
@@ -131,37 +154,5 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
     return provider
 
 
-def _packed_local_spec(provider: Any) -> Any:
-    """Return megatron-core's local layers with attention that knows packed sequences."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=provider.num_moe_experts,
-        moe_grouped_gemm=provider.moe_grouped_gemm,
-        qk_layernorm=provider.qk_layernorm,
-        normalization=provider.normalization,
-    )
-    spec.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
-    return spec
-
-
-def _rope_frequencies(hf_config: Any) -> Tensor:
-    """Return the rotary frequencies that Hugging Face computes from its config, float32 [head_dim / 2].
-
-    Megatron-Bridge passes on the scaling factor alone and megatron-core has the other constants of llama3 scaling
-    built in, so a base with others (original_max_position_embeddings, say) would get wrong logits without any error.
-
-    Raises:
-        ConfigError: a kind of rope whose frequencies are not constant, or scale the attention.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = hf_config.rope_parameters
-    kind = parameters["rope_type"]
-    if kind not in _ROPE_KINDS:
-        raise ConfigError(
-            "this model cannot be run", [f"its rope_type is {kind!r}; ckptrain knows {', '.join(_ROPE_KINDS)}"]
-        )
-    if kind == "default":
-        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    return frequencies.float()
+def _architecture(hf_config: Any) -> str:
+    return str(hf_config.architectures[0])

@@ -52,8 +52,14 @@ def has_transformer_engine() -> bool:
     return enter_platform().is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
-def choose_backend(asked: str, platform: Platform, dtype: str) -> tuple[Backend, str]:
-    """Return whose layers the model is made of, and why in words; `dtype` is the model's, by name.
+def choose_backend(asked: str, platform: Platform, dtype: str, *, is_local_only: bool = False) -> tuple[Backend, str]:
+    """Return whose layers the model is made of, and why in words.
+
+    Args:
+        asked: `model.backend`.
+        platform: where it runs.
+        dtype: the model's, by name.
+        is_local_only: whether only the local layers run its family.
 
     Raises:
         ConfigError: Transformer Engine was asked for where it cannot run.
@@ -77,4 +83,6 @@ def choose_backend(asked: str, platform: Platform, dtype: str) -> tuple[Backend,
         return "local", "Transformer Engine is not installed"
     if dtype == "float32":
         return "local", _SIXTEEN_BITS
+    if is_local_only:
+        return "local", "this family was not compared with Hugging Face under Transformer Engine"
     return "transformer_engine", "there is a GPU and Transformer Engine is installed"

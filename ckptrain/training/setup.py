@@ -103,7 +103,9 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
         ModelMismatch: the base does not compute what Hugging Face computes.
     """
     config, platform = survey.config, enter_platform()
-    backend, why = choose_backend(config.model.backend, platform, config.model.dtype)
+    backend, why = choose_backend(
+        config.model.backend, platform, config.model.dtype, is_local_only=survey.shape.is_local_only
+    )
     dtype = torch_dtype(config.model.dtype)
     started = time.monotonic()
     directory = together(lambda: local_directory(survey.base))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.gguf_header import read_gguf_header
 from ckptrain.config.schema import ModelConfig
-from ckptrain.config.shape import SUPPORTED, read_shape, shape_of
+from ckptrain.config.shape import REFUSED, SUPPORTED, read_shape, shape_of
 from ckptrain.errors import ConfigError
 
 SIZES: dict[str, Any] = {
@@ -28,6 +28,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# What transformers has to be told of a family besides, so that no default of a large model is built.
+PARTICULAR: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "OlmoeForCausalLM": {**EXPERTS, "pad_token_id": 0},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Gemma2ForCausalLM": {"head_dim": 16},
+    "Gemma3ForCausalLM": {"head_dim": 16},
+}
 
 
 def test_smollm2_has_the_published_number_of_parameters(smollm2_file: Path) -> None:
@@ -60,9 +68,9 @@ def test_the_header_says_what_the_gguf_package_reads(smollm2_file: Path) -> None
 def test_the_parameters_are_counted_as_transformers_builds_them(architecture: str, tied: bool, tmp_path: Path) -> None:
     """Each architecture, from the config.json that transformers itself writes."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    extra = EXPERTS if "Moe" in architecture else {}
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    config = config_class(**SIZES, **extra, tie_word_embeddings=tied, architectures=[architecture])
+    config_name = architecture.replace("Gemma3ForCausalLM", "Gemma3TextConfig").replace("ForCausalLM", "Config")
+    sizes = {**SIZES, **PARTICULAR.get(architecture, {})}
+    config = getattr(transformers, config_name)(**sizes, tie_word_embeddings=tied, architectures=[architecture])
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config)
@@ -74,9 +82,35 @@ def test_the_parameters_are_counted_as_transformers_builds_them(architecture: st
 
 def test_an_architecture_not_supported_is_refused_with_those_that_are() -> None:
     """Also a config that names none."""
-    for named in (["GemmaForCausalLM"], None, ["LlamaForCausalLM", "Other"]):
+    for named in (["BloomForCausalLM"], None, ["LlamaForCausalLM", "Other"]):
         with pytest.raises(ConfigError, match="supported are LlamaForCausalLM, MistralForCausalLM"):
             shape_of({**SIZES, "architectures": named}, "x")
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_an_architecture_that_people_will_try_is_refused_with_the_reason(architecture: str) -> None:
+    """Transformers has each of them, so the name is a real one."""
+    assert hasattr(pytest.importorskip("transformers"), architecture)
+    with pytest.raises(ConfigError) as caught:
+        shape_of({**SIZES, "architectures": [architecture]}, "x")
+    assert caught.value.problems[0].startswith(f"it is a {architecture}: {REFUSED[architecture]}; supported are ")
+
+
+def test_what_a_gemma_leaves_out_is_as_transformers_has_it() -> None:
+    """Output and input embeddings are one unless it is said; the width of a head must be said."""
+    config = {**SIZES, "architectures": ["Gemma2ForCausalLM"]}
+    assert shape_of({**config, "head_dim": 16}, "x").tied_embeddings
+    with pytest.raises(ConfigError, match="head_dim: expected a positive whole number, it is missing"):
+        shape_of(config, "x")
+
+
+def test_the_experts_of_gpt_oss_are_not_for_peft() -> None:
+    """Those of the others are; a dense model has none."""
+    shapes = {
+        name: shape_of({**SIZES, **PARTICULAR.get(name, {}), "architectures": [name]}, "x").adapts_experts
+        for name in SUPPORTED
+    }
+    assert [name for name, adapts in shapes.items() if adapts] == ["Qwen3MoeForCausalLM", "OlmoeForCausalLM"]
 
 
 def test_missing_and_impossible_keys_are_named_together() -> None:
@@ -101,6 +135,21 @@ def test_missing_and_impossible_keys_are_named_together() -> None:
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
         ("Qwen3MoeForCausalLM", {**EXPERTS, "mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ("Qwen3MoeForCausalLM", {**EXPERTS, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("OlmoeForCausalLM", {**EXPERTS, "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("GptOssForCausalLM", {**PARTICULAR["GptOssForCausalLM"], "attention_bias": False}, "attention_bias is false"),
+        ("Gemma2ForCausalLM", {"head_dim": 16, "hidden_activation": "gelu"}, "expected 'gelu_pytorch_tanh'"),
+        ("Gemma2ForCausalLM", {"head_dim": 16, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma3ForCausalLM", {"head_dim": 16, "attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
+        ("Gemma3ForCausalLM", {"head_dim": 16, "layer_types": ["chunked_attention"] * 3}, "has chunked_attention"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type is 'su'; ckptrain knows default, linear"),
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("LlamaForCausalLM", {"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),
+        ("MistralForCausalLM", {"rope_parameters": {"rope_type": "yarn"}}, "conversion of Mistral fails on"),
+        (
+            "Gemma3ForCausalLM",
+            {"head_dim": 16, "rope_parameters": {"full_attention": {"rope_type": "proportional"}}},
+            "rope_type is 'proportional'",
+        ),
         ("Qwen3MoeForCausalLM", {}, "num_experts: expected a positive whole number, it is missing"),
     ],
 )
