@@ -19,6 +19,7 @@ from ckptrain.errors import CheckpointNotFound
 if TYPE_CHECKING:
     from ckptrain.convert.from_peft import Import
     from ckptrain.convert.merge import Merge
+    from ckptrain.convert.to_megatron import MegatronExport
     from ckptrain.convert.to_peft import Export
     from ckptrain.training.observers import Observer
     from ckptrain.training.run import RunResult
@@ -162,6 +163,24 @@ def export(
         base=_str(base),
         layout=layout,
     )
+
+
+def export_megatron(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    base: str | os.PathLike[str] | None = None,
+) -> MegatronExport:
+    """Write the adapter of a checkpoint (or of a run's newest one) as a LoRA checkpoint that Megatron-Bridge loads.
+
+    Raises:
+        CkptrainError: the path is no adapter, it is damaged, Megatron-Bridge would compute something else with it, or
+            `out` exists and `overwrite` is false.
+    """
+    from ckptrain.convert.to_megatron import export_megatron as write
+
+    return write(Path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
 
 
 def merge(

@@ -3,20 +3,24 @@
 DCP describes its tensors in `.metadata`, a pickle, and stores each piece of one as a file that torch.save wrote, which
 has a pickle in it too. Both are read as data, by `read_pickle`, so that a checkpoint from anywhere can be looked at,
 and what is refused is named. What passes is as ckptrain writes it: tensors only, in pieces that fill them once.
+
+Of a directory that another program has written, the tensors asked for are held to the same; what else there is in it is
+listed by name, and never opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.inert_pickle import Made, Name, read_pickle
+from ckptrain.checkpoint.inert_pickle import MOST_INSTRUCTIONS, Made, Name, read_pickle
 from ckptrain.checkpoint.manifest import ITEM_SIZES, MOST_DIMENSIONS, Manifest, TensorEntry, path_problem
 from ckptrain.checkpoint.strict_json import LARGEST_INTEGER, shown
 from ckptrain.checkpoint.tensor_record import record_problem
@@ -29,6 +33,9 @@ DIRECTORIES = {ADAPTER_DIRECTORY: ("adapter",), OPTIMIZER_DIRECTORY: ("optimizer
 """The DCP directories of a checkpoint, and the groups of tensors that each holds."""
 
 _LARGEST_METADATA = 64 * 1024 * 1024
+_LARGEST_FOREIGN_METADATA = 4 * _LARGEST_METADATA
+"""megatron-core names each layer's experts and random states one by one, and states of the optimizer beside them."""
+_MOST_FOREIGN_INSTRUCTIONS = 4 * MOST_INSTRUCTIONS
 _MOST_PROBLEMS = 20
 _LONGEST_SHOWN = 200
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -55,6 +62,14 @@ _ALLOWED = frozenset(
         Name(_MODULE, "StorageMeta"),
     }
 )
+# What torch and megatron-core leave in theirs besides: where it was saved, plans, cached metadata.
+_FOREIGN = frozenset({Name("pathlib", "PosixPath"), Name("pathlib._local", "PosixPath")})
+_FOREIGN_MODULES = (
+    "torch.distributed.",
+    "megatron.core.dist_checkpointing.",
+    "nvidia_resiliency_ext.checkpointing.",
+)
+_REQUIRED = {"state_dict_metadata", "storage_data"}
 
 _Shape = tuple[int, ...]
 
@@ -87,22 +102,52 @@ class DcpMetadata:
     tensors: Mapping[str, DcpTensor]
 
 
+@attrs.frozen(kw_only=True)
+class ForeignMetadata:
+    """What a DCP directory that another program has written holds."""
+
+    tensors: Mapping[str, DcpTensor]
+    """Those that were asked for, by name."""
+    others: tuple[str, ...]
+    """Names of the tensors that were not."""
+    objects: tuple[str, ...]
+    """Names of the pickled objects."""
+
+
+class _ForeignNames:
+    """The names that a `.metadata` of another program may hold."""
+
+    def __contains__(self, name: object) -> bool:
+        known = name in _ALLOWED or name in _FOREIGN
+        return known or (isinstance(name, Name) and name.module.startswith(_FOREIGN_MODULES))
+
+
 def read_dcp_metadata(directory: Path) -> DcpMetadata:
     """Return what a DCP directory says that it holds, where its files can hold that.
 
     Raises:
         CheckpointDamaged: it is not as ckptrain writes it; the problems are listed.
     """
-    path = directory / METADATA_NAME
-    try:
-        metadata = _metadata(read_pickle(_read_bounded(path), _ALLOWED))
-        problems = list(itertools.islice(_place_problems(metadata, directory), _MOST_PROBLEMS))
-    except OSError as error:
-        raise CheckpointDamaged(f"{directory} cannot be read", [f"{error.strerror} ({error.filename})"]) from error
-    except ValueError as error:
-        raise CheckpointDamaged(f"{path} is not a description of tensors by ckptrain", [str(error)]) from None
-    if problems:
-        raise CheckpointDamaged(f"{path} does not describe the files beside it", problems)
+    with _damage(directory, "ckptrain"):
+        metadata = _metadata(read_pickle(_read_bounded(directory, _LARGEST_METADATA), _ALLOWED))
+        _check_places(metadata.tensors, directory)
+    return metadata
+
+
+def read_foreign_metadata(directory: Path, wanted: Callable[[str], bool]) -> ForeignMetadata:
+    """Return what a DCP directory that another program has written says that it holds.
+
+    Args:
+        directory: as megatron-core's torch_dist writes it.
+        wanted: tells by its name whether a tensor is asked for; only of those all is checked.
+
+    Raises:
+        CheckpointDamaged: it is no such directory, or its files cannot hold what is asked for; the problems are listed.
+    """
+    with _damage(directory, "megatron-core"):
+        data = _read_bounded(directory, _LARGEST_FOREIGN_METADATA)
+        metadata = _foreign(read_pickle(data, _ForeignNames(), _MOST_FOREIGN_INSTRUCTIONS), wanted)
+        _check_places(metadata.tensors, directory)
     return metadata
 
 
@@ -131,35 +176,91 @@ def metadata_problems(root: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _read_bounded(path: Path) -> bytes:
+@contextlib.contextmanager
+def _damage(directory: Path, program: str) -> Iterator[None]:
+    """Tell what goes wrong with a description as damage of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointDamaged(f"{directory} cannot be read", [f"{error.strerror} ({error.filename})"]) from error
+    except ValueError as error:
+        path = directory / METADATA_NAME
+        raise CheckpointDamaged(f"{path} is not a description of tensors by {program}", [str(error)]) from None
+
+
+def _read_bounded(directory: Path, most: int) -> bytes:
+    path = directory / METADATA_NAME
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
-    if status.st_size > _LARGEST_METADATA:
-        raise ValueError(f"it has {status.st_size} bytes, and {_LARGEST_METADATA} are more than a checkpoint needs")
+    if status.st_size > most:
+        raise ValueError(f"it has {status.st_size} bytes, and {most} are more than a checkpoint needs")
     return path.read_bytes()
+
+
+def _check_places(tensors: Mapping[str, DcpTensor], directory: Path) -> None:
+    problems = list(itertools.islice(_place_problems(tensors, directory), _MOST_PROBLEMS))
+    if problems:
+        raise CheckpointDamaged(f"{directory / METADATA_NAME} does not describe the files beside it", problems)
 
 
 def _metadata(value: object) -> DcpMetadata:
     fields = _fields(
         value, _METADATA, {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     )
-    tensors, stored = fields["state_dict_metadata"], fields["storage_data"]
-    if type(tensors) is not dict or type(stored) is not dict:
-        raise ValueError("it has no table of tensors, or none of where they are stored")
+    tensors, stored = _tables(fields)
     if pickled := [name for name, entry in tensors.items() if type(entry) is Made and entry.of == _BYTES]:
         listed = ", ".join(_named(name) for name in pickled[:10])
         raise ValueError(f"{listed} is a pickled object; ckptrain stores tensors only")
-    places: dict[tuple[str, _Shape], tuple[str, int, int]] = {}
+    return DcpMetadata(tensors=_tensors(tensors, [(_index(index), entry) for index, entry in stored.items()]))
+
+
+def _foreign(value: object, wanted: Callable[[str], bool]) -> ForeignMetadata:
+    match value:
+        case Made(of=of, arguments=(), state=dict() as fields) if of == _METADATA and fields.keys() >= _REQUIRED:
+            entries, stored = _tables(fields)
+        case _:
+            raise ValueError(f"it has {_text(value)} where a {_METADATA.name} is expected")
+    if unnamed := [name for name in entries if type(name) is not str]:
+        raise ValueError(f"it has a tensor whose name is {_text(unnamed[0])} and not text")
+    objects = {name for name, entry in entries.items() if type(entry) is Made and entry.of == _BYTES}
+    chosen = {name: entry for name, entry in entries.items() if name not in objects and wanted(name)}
+    pieces = []
     for index, entry in stored.items():
-        place = _index(index)
+        match index:
+            case Made(of=of, arguments=(), state={"fqn": str() as name}) if of == _INDEX:
+                pass
+            case _:
+                raise ValueError(f"it has {_text(index)} where a {_INDEX.name} is expected")
+        if name in chosen:  # the index of an object has no place in a tensor
+            pieces.append((_index(index), entry))
+    return ForeignMetadata(
+        tensors=_tensors(chosen, pieces),
+        others=tuple(name for name in entries if name not in objects and name not in chosen),
+        objects=tuple(name for name in entries if name in objects),
+    )
+
+
+def _tables(fields: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    tensors, stored = fields["state_dict_metadata"], fields["storage_data"]
+    if type(tensors) is not dict or type(stored) is not dict:
+        raise ValueError("it has no table of tensors, or none of where they are stored")
+    return tensors, stored
+
+
+def _tensors(
+    entries: Mapping[Any, object], stored: Iterable[tuple[tuple[str, _Shape], object]]
+) -> dict[str, DcpTensor]:
+    """Return the tensors of a table, each with where its pieces are stored."""
+    places: dict[tuple[str, _Shape], tuple[str, int, int]] = {}
+    for place, entry in stored:
         if place in places:
             raise ValueError(f"{_named(place[0])} has a piece that is stored twice")
         places[place] = _place(entry, place[0])
-    result = {name: _tensor(name, entry, places) for name, entry in tensors.items()}
+    result = {name: _tensor(name, entry, places) for name, entry in entries.items()}
     if places:
         raise ValueError(f"{_named(next(iter(places))[0])} is stored, and is not a piece of a tensor")
-    return DcpMetadata(tensors=result)
+    return result
 
 
 def _tensor(name: object, value: object, places: dict[tuple[str, _Shape], tuple[str, int, int]]) -> DcpTensor:
@@ -292,18 +393,18 @@ def _corners(offset: _Shape, shape: _Shape) -> Iterator[_Shape]:
     return itertools.product(*((start, start + size) for start, size in zip(offset, shape, strict=True)))
 
 
-def _pieces(metadata: DcpMetadata) -> dict[str, list[tuple[DcpChunk, str]]]:
+def _pieces(tensors: Mapping[str, DcpTensor]) -> dict[str, list[tuple[DcpChunk, str]]]:
     """Return the pieces in each file, in their order there, and the tensors that they are of."""
     by_file: dict[str, list[tuple[DcpChunk, str]]] = {}
-    for name, tensor in metadata.tensors.items():
+    for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             by_file.setdefault(chunk.file, []).append((chunk, name))
     return {file: sorted(pieces, key=lambda piece: piece[0].start) for file, pieces in sorted(by_file.items())}
 
 
-def _place_problems(metadata: DcpMetadata, directory: Path) -> Iterator[str]:
+def _place_problems(tensors: Mapping[str, DcpTensor], directory: Path) -> Iterator[str]:
     """Yield what is wrong with the files that the pieces are in, and with their places there."""
-    for file, pieces in _pieces(metadata).items():
+    for file, pieces in _pieces(tensors).items():
         status = (directory / file).lstat()
         if not stat.S_ISREG(status.st_mode):
             yield f"{file}, in which {_named(pieces[0][1])} is stored, is not a regular file"
@@ -319,7 +420,7 @@ def _place_problems(metadata: DcpMetadata, directory: Path) -> Iterator[str]:
 
 def _record_problems(metadata: DcpMetadata, directory: Path) -> Iterator[str]:
     """Yield which pieces torch would not read as the tensors that they are said to be."""
-    for file, pieces in _pieces(metadata).items():
+    for file, pieces in _pieces(metadata.tensors).items():
         with (directory / file).open("rb") as stream:
             for chunk, name in pieces:
                 dtype = metadata.tensors[name].dtype

@@ -8,12 +8,12 @@ those of the file: lengths that it claims and places in its memo that it names a
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from typing import Any
 
 import attrs
 
-_MOST_INSTRUCTIONS = 4_000_000
+MOST_INSTRUCTIONS = 4_000_000
 """Some 40 to each piece of a tensor; a few seconds and some hundred megabytes at the worst."""
 _LONGEST_SHOWN = 200
 
@@ -45,12 +45,13 @@ class Reference:
     id: Any
 
 
-def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
+def read_pickle(data: bytes, allowed: Container[Name], most_instructions: int = MOST_INSTRUCTIONS) -> Any:
     """Return what a pickle holds, in plain values, `Name`, `Made` and `Reference`.
 
     Args:
         data: the pickle.
         allowed: the classes and functions that it may name.
+        most_instructions: how many it may have.
 
     Raises:
         ValueError: it names another, has an instruction that torch does not write, or is no pickle.
@@ -60,8 +61,8 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if opcode.name == "STOP":
                 return reader.result()
-            if count >= _MOST_INSTRUCTIONS:
-                raise ValueError(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
+            if count >= most_instructions:
+                raise ValueError(f"it has more than {most_instructions:,} instructions")
             instruction = _INSTRUCTIONS.get(opcode.name)
             if instruction is None:
                 raise ValueError(f"it has the instruction {opcode.name}, which torch does not write")
@@ -74,7 +75,7 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
 class _Reader:
     """The stack and the memo of a pickle that is being read."""
 
-    def __init__(self, allowed: Collection[Name]) -> None:
+    def __init__(self, allowed: Container[Name]) -> None:
         self._allowed = allowed
         self._stack: list[Any] = []
         self._marks: list[int] = []

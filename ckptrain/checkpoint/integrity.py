@@ -86,8 +86,10 @@ def hash_file(path: Path) -> FileDigest:
         return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
-def verify_files(checkpoint: CommittedCheckpoint, parallel: int = 4) -> list[str]:
+def verify_files(checkpoint: CommittedCheckpoint, parallel: int = 4, within: str | None = None) -> list[str]:
     """Read every file of the checkpoint and return what differs from its manifest; an empty list means intact.
+
+    With `within` only the files of that directory are read: of the others presence and size are looked at.
 
     Told apart: a file that is missing, is shorter or longer than stated, has other contents, has those of another file
     of this checkpoint or of one beside it, is a symbolic link, or is there without being listed. Where all bytes are
@@ -98,7 +100,7 @@ def verify_files(checkpoint: CommittedCheckpoint, parallel: int = 4) -> list[str
     problems = _presence_problems(root, checkpoint.manifest)
     absent = {path for path in files if not _is_readable(root / path) or problems.keys() & _parents(path)}
     problems |= _unlisted(root, {*files, *problems, MANIFEST_NAME})
-    present = [path for path in files if path not in absent]
+    present = [path for path in files if path not in absent and (within is None or path.startswith(f"{within}/"))]
     with ThreadPoolExecutor(max_workers=parallel) as pool:
         found = dict(zip(present, pool.map(lambda path: _digest_or_problem(root / path), present), strict=True))
     changed = {path: digest for path, digest in found.items() if digest != files[path]}

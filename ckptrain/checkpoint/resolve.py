@@ -91,7 +91,8 @@ def _foreign(path: Path, names: set[str]) -> str | None:
         ("adapter_config.json" in names, "is a PEFT adapter; `ckptrain import-adapter` makes a checkpoint of it"),
         (
             "latest_checkpointed_iteration.txt" in names or any(map(iteration.fullmatch, (path.name, *names))),
-            "is a checkpoint of Megatron, which holds a whole model",
+            "is a checkpoint of Megatron; where it is of a LoRA training, `ckptrain export`, `merge`, `inspect` and"
+            " model.adapter take it",
         ),
         ((path.parent / MANIFEST_NAME).is_file(), f"is a part of the checkpoint {path.parent}"),
         (".metadata" in names, "is a bare distributed checkpoint of torch, without a manifest"),

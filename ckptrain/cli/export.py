@@ -31,6 +31,18 @@ def export_answer(checkpoint: Path, out: Path, **how: Any) -> Answer:
     return _answer(api.export(checkpoint, out, **how), _show)
 
 
+def megatron_answer(checkpoint: Path, out: Path, **how: Any) -> Answer:
+    """Export an adapter for Megatron-Bridge; `how` is as `ckptrain.export_megatron` takes it.
+
+    Raises:
+        CkptrainError: one of its kinds for whatever is refused or fails.
+    """
+    quiet_libraries()
+    written = api.export_megatron(checkpoint, out, **how)
+    report = {**attrs.asdict(written), "path": str(written.path), "iteration": str(written.iteration)}
+    return Answer(report=report, show=functools.partial(_show_megatron, report))
+
+
 def merge_answer(checkpoint: Path, out: Path, **how: Any) -> Answer:
     """Merge an adapter into its base; `how` is as `ckptrain.merge` takes it.
 
@@ -76,6 +88,24 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
     console.print()
     for line in loading_lines(report["base"], report["path"]):
         console.print(line, markup=False, soft_wrap=True, style="cyan")
+
+
+def _show_megatron(report: Mapping[str, Any], console: Console) -> None:
+    rows: list[Row] = [
+        ("written", report["iteration"]),
+        (
+            "",
+            (
+                f"{plural(report['tensors'], 'tensor')}, {bytes_text(report['num_bytes'])} of {report['dtype']};"
+                f" {report['kind']}, rank {report['rank']}, alpha {report['alpha']}"
+            ),
+        ),
+        ("base", report["base"]),
+        *(("warning", Text(warning, style="yellow")) for warning in report["warnings"]),
+    ]
+    console.print(facts(rows))
+    console.print()
+    console.print(f"checkpoint.load={report['path']}", markup=False, soft_wrap=True, style="cyan")
 
 
 def _show_merged(report: Mapping[str, Any], console: Console) -> None:

@@ -273,6 +273,14 @@ def prune(
     help="Type of the weights written.",
 )
 @click.option(
+    "--format",
+    "form",
+    type=click.Choice(["peft", "megatron"]),
+    default="peft",
+    show_default=True,
+    help="megatron: a LoRA checkpoint for Megatron-Bridge and NeMo-RL, of the type that was trained.",
+)
+@click.option(
     "--layout",
     type=click.Choice(["peft", "vllm"]),
     default="peft",
@@ -284,14 +292,27 @@ def prune(
 @_verify_option
 @_json_option()
 def export(
-    checkpoint: Path, out: Path, dtype: str, layout: str, base: str | None, *, overwrite: bool, verify: bool | None
+    checkpoint: Path,
+    out: Path,
+    dtype: str,
+    form: str,
+    layout: str,
+    base: str | None,
+    *,
+    overwrite: bool,
+    verify: bool | None,
 ) -> Answer:
     """Write an adapter for Hugging Face PEFT.
 
-    CKPT is a checkpoint, or a run, whose newest is taken; the base model is needed for --verify only.
+    CKPT is a checkpoint, or a run, whose newest is taken, or a LoRA checkpoint of Megatron-Bridge; the base model is
+    needed for --verify only.
     """
-    from ckptrain.cli.export import export_answer
+    from ckptrain.cli.export import export_answer, megatron_answer
 
+    if form == "megatron":
+        if verify or dtype != "float32" or layout != "peft":
+            raise click.UsageError("--dtype, --layout and --verify are for --format peft")
+        return megatron_answer(checkpoint, out, base=base, overwrite=overwrite)
     return export_answer(checkpoint, out, dtype=dtype, layout=layout, base=base, overwrite=overwrite, verify=verify)
 
 

@@ -131,7 +131,11 @@ def _looks_like(path: Path, names: set[str]) -> str:
             {"manifest.json", "adapter"} <= names,
             "is a checkpoint of ckptrain; give its base, and this as model.adapter",
         ),
-        (any(map(megatron.fullmatch, names)), "is a Megatron checkpoint; convert it to Hugging Face format first"),
+        (
+            any(map(megatron.fullmatch, names)),
+            "is a Megatron checkpoint; convert it to Hugging Face format first, or, if it is of a LoRA training, give"
+            " its base, and this as model.adapter",
+        ),
         (gguf, f"holds {', '.join(gguf)}; name the file itself, such as {path}/{''.join(gguf[:1])}"),
         ("config.json" in names, "holds config.json but no weights"),
         (weight_files(path), "holds weights but no config.json"),

@@ -6,6 +6,7 @@ where each belongs, so each goes straight to its place; the bytes are those that
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -66,24 +67,25 @@ class SafetensorsStream:
         Raises:
             ValueError: a type is none that safetensors has, or there are too many tensors for one file.
         """
-        self._path, self._declared = path, dict(declared)
         if unknown := sorted({entry.dtype for entry in declared.values()} - _CODES.keys()):
             raise ValueError(f"cannot write {path}: {unknown[0]} is not one of {', '.join(sorted(_CODES))}")
-        order = sorted(self._declared, key=lambda name: (_LAYOUT_ORDER[self._declared[name].dtype], name))
-        document: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-        starts, end = {}, 0
-        for name in order:
-            entry = self._declared[name]
-            starts[name], end = end, end + entry.num_bytes
-            places = [starts[name], end]
-            document[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": places}
-        text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-        header = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+        self._path, self._declared = path, dict(declared)
+        self._starts: dict[str, int] = {}
+        """Of those that are left to write, counted from the end of the header."""
+        header, end = bytearray(f'{{"__metadata__":{_json(dict(sorted(metadata.items())))}'.encode()), 0
+        # Entry by entry: of a hundred thousand, objects for all of them would be more than anything else in memory.
+        for name in sorted(declared, key=lambda name: (_LAYOUT_ORDER[declared[name].dtype], name)):
+            entry = declared[name]
+            self._starts[name], end = end, end + entry.num_bytes
+            places = {"dtype": _CODES[entry.dtype], "shape": entry.shape, "data_offsets": [self._starts[name], end]}
+            header += f",{_json(name)}:{_json(places)}".encode()
+        header += b"}"
+        header += b" " * (-len(header) % _ALIGNMENT)
         if len(header) > _LARGEST_HEADER:
-            raise ValueError(f"cannot write {path}: {len(order):,} tensors are more than one safetensors file can have")
+            raise ValueError(
+                f"cannot write {path}: {len(declared):,} tensors are more than one safetensors file can have"
+            )
         self._header = len(header).to_bytes(8, "little") + header
-        self._starts = {name: len(self._header) + start for name, start in starts.items()}
-        self._left = dict.fromkeys(order)
 
     def __enter__(self) -> Self:
         self._file = self._path.open("wb")
@@ -100,10 +102,10 @@ class SafetensorsStream:
         with self._file:
             if error is not None:
                 return
-            if self._left:
-                named = ", ".join(list(self._left)[:_MOST_NAMED])
+            if self._starts:
+                named = ", ".join(itertools.islice(self._starts, _MOST_NAMED))
                 raise ValueError(
-                    f"{self._path} lacks {len(self._left)} of {len(self._declared)} tensors that were declared: {named}"
+                    f"{self._path} lacks {len(self._starts)} of the {len(self._declared)} tensors declared: {named}"
                 )
             self._file.seek(0)
             self._file.write(self._header)
@@ -116,7 +118,7 @@ class SafetensorsStream:
         """
         if name not in self._declared:
             raise ValueError(f"{name} was not declared for {self._path}")
-        if name not in self._left:
+        if name not in self._starts:
             raise ValueError(f"{name} is written to {self._path} for the second time")
         expected = self._declared[name]
         found = Declared(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -125,6 +127,11 @@ class SafetensorsStream:
                 f"{name} is {found.dtype} {list(found.shape)}, and was declared for {self._path} as {expected.dtype}"
                 f" {list(expected.shape)}"
             )
-        self._file.seek(self._starts[name])
+        self._file.seek(len(self._header) + self._starts[name])
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        del self._left[name]
+        del self._starts[name]
+
+
+def _json(value: object) -> str:
+    """Return JSON as safetensors writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

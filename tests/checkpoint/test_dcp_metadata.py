@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,19 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptrain.checkpoint.dcp_metadata import DcpChunk, _fill, metadata_problems, read_dcp_metadata
+from ckptrain.checkpoint.dcp_metadata import (
+    DcpChunk,
+    _fill,
+    metadata_problems,
+    read_dcp_metadata,
+    read_foreign_metadata,
+)
 from ckptrain.checkpoint.inert_pickle import Made, Name, Reference, read_pickle
 from ckptrain.checkpoint.manifest import ITEM_SIZES, Manifest, TensorEntry
 from ckptrain.checkpoint.sharded import Shard, ShardedState, read_metadata, save_tensors
@@ -209,3 +218,62 @@ def test_a_pickle_is_read_as_what_it_describes() -> None:
     referred = read_pickle(b"\x80\x04\x8c\x01aQ.", [])
     assert isinstance(referred, Reference)
     assert referred.id == "a"
+
+
+@pytest.fixture
+def foreign(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    """Return a directory that torch has written, with objects beside the tensors, and plans in what describes it."""
+    anothers: dict[str, Any] = {**state, "object": 3, "model.object": [1.5, None]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process is one process
+        dcp.save(anothers, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.all_local_plans = [create_default_local_save_plan(anothers, is_coordinator=True)]
+    path.write_bytes(pickle.dumps(metadata))
+    return tmp_path
+
+
+def test_of_anothers_directory_the_tensors_asked_for_are_what_torch_reads(
+    state: dict[str, torch.Tensor], foreign: Path
+) -> None:
+    """Whatever else is in it is listed by name, as a tensor or as an object."""
+    expected: Metadata = pickle.loads((foreign / ".metadata").read_bytes())
+    found = read_foreign_metadata(foreign, lambda name: name != "large")
+    assert set(found.objects) == {"object", "model.object"}
+    assert found.others == ("large",)
+    assert found.tensors.keys() == state.keys() - {"large"}
+    places = {(name, chunk.offset): chunk for name, tensor in found.tensors.items() for chunk in tensor.chunks}
+    assert {key: (chunk.file, chunk.start, chunk.num_bytes) for key, chunk in places.items()} == {
+        (index.fqn, tuple(index.offset)): (place.relative_path, place.offset, place.length)
+        for index, place in expected.storage_data.items()
+        if index.fqn in found.tensors
+    }
+
+
+def test_of_anothers_directory_only_what_is_asked_for_has_to_be_whole(foreign: Path) -> None:
+    """A piece that is missing is damage where its tensor is asked for."""
+    path = foreign / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["pieces"].chunks.pop()
+    path.write_bytes(pickle.dumps(metadata))
+    assert "pieces" in read_foreign_metadata(foreign, lambda name: name != "pieces").others
+    with pytest.raises(CheckpointDamaged, match=r"pieces of pieces do not fill its shape \[4, 6, 2\] once"):
+        read_foreign_metadata(foreign, lambda _: True)
+
+
+@pytest.mark.parametrize(
+    "name", [("os", "system"), ("torch", "load"), ("torch.distributedx", "run"), ("builtins", "eval")]
+)
+def test_names_that_do_not_belong_there_are_refused_in_anothers_directory(name: tuple[str, str], foreign: Path) -> None:
+    """Though nothing that is named is ever imported."""
+    module, function = (text.encode() for text in name)
+    (foreign / ".metadata").write_bytes(b"c" + module + b"\n" + function + b"\n(tR.")
+    with pytest.raises(CheckpointDamaged, match=f"it names '{name[0]}.{name[1]}', which does not belong there"):
+        read_foreign_metadata(foreign, lambda _: True)
+
+
+def test_the_strict_reading_refuses_anothers_objects(foreign: Path) -> None:
+    """What is allowed in others' directories stays refused in ours."""
+    with pytest.raises(CheckpointDamaged):
+        read_dcp_metadata(foreign)

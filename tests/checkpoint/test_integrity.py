@@ -63,6 +63,17 @@ def test_an_intact_checkpoint_has_no_problems(save: Save) -> None:
     assert open_checkpoint(checkpoint.path) == checkpoint
 
 
+def test_a_reader_of_one_directory_reads_no_other(save: Save) -> None:
+    """The state of the optimizer is larger than the adapter, and none of an export's business."""
+    checkpoint = save(100)
+    flip_a_bit(checkpoint.path / "state.json")
+    assert verify_files(checkpoint, within="adapter") == []
+    [problem] = verify_files(checkpoint)
+    assert "state.json has other contents" in problem
+    flip_a_bit(checkpoint.path / "adapter/__0_0.distcp")
+    assert len(verify_files(checkpoint, within="adapter")) == 1
+
+
 FOUND_BY_OPENING: dict[str, tuple[Damage, str]] = {
     "missing file": (lambda root: (root / "state.json").unlink(), "state.json is missing"),
     "missing directory": (lambda root: (root / "adapter").rename(root.parent / "gone"), "adapter is missing"),

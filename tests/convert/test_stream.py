@@ -111,7 +111,7 @@ def test_more_tensors_than_safetensors_reads_are_refused(tmp_path: Path) -> None
 def test_a_file_that_lacks_tensors_does_not_load(count: int, tmp_path: Path) -> None:
     """Leaving without an error names what is missing; there is no file then that looks whole with zeros in it."""
     path = tmp_path / "streamed"
-    missing = r"lacks \d of 4 tensors .*layers\.2\.lora_A\.weight"
+    missing = r"lacks \d of the 4 tensors declared: .*layers\.2\.lora_A\.weight"
     with pytest.raises(ValueError, match=missing), SafetensorsStream(path, declared(LAYERS)) as stream:
         for name in itertools.islice(LAYERS, count):
             stream.write(name, LAYERS[name])
