@@ -78,6 +78,12 @@ def _lora(config: RunConfig) -> Iterator[Contradiction]:
             "lora.exclude_modules leaves modules out of all linear layers, but lora.target_modules already chooses"
             f" {', '.join(lora.target_modules)}: set lora.target_modules=[] too, or remove lora.exclude_modules",
         )
+    if lora.has_magnitudes and lora.dropout:
+        yield _contradiction(
+            "lora.kind, lora.dropout",
+            f"lora.kind is dora and lora.dropout is {lora.dropout}: PEFT then runs the base layer a second time, on"
+            " what dropout leaves of its inputs, which is not done here; set lora.dropout=0, or lora.kind=canonical",
+        )
     if lora.lora_A_init_method == lora.lora_B_init_method == "zero":
         yield _contradiction(
             "lora.lora_A_init_method, lora.lora_B_init_method",

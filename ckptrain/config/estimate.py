@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import attrs
 
 from ckptrain.config.layout import Layout, batch_arithmetic
-from ckptrain.config.linear import features, is_expert, weight_names
+from ckptrain.config.linear import (
+    MAGNITUDE_DTYPE,
+    features,
+    is_expert,
+    is_magnitude,
+    magnitude_name,
+    magnitude_shape,
+    weight_names,
+)
+from ckptrain.config.modules import COLUMN_PARALLEL
 from ckptrain.config.schema import LoraConfig, RunConfig
 from ckptrain.config.shape import ModelShape
 from ckptrain.config.targets import Targets
@@ -46,13 +56,13 @@ class Memory:
         return sum(attrs.astuple(self))
 
 
-def adapter_tensors(shape: ModelShape, lora: LoraConfig, targets: Targets) -> dict[str, tuple[int, int]]:
+def adapter_tensors(shape: ModelShape, lora: LoraConfig, targets: Targets) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every adapter tensor under its Megatron name.
 
-    A (`linear_in.weight`) is `[dim, in_features]`, B (`linear_out.weight`) `[out_features, dim]`. Every expert has an
-    adapter of its own, as PEFT has it.
+    A (`linear_in.weight`) is `[dim, in_features]`, B (`linear_out.weight`) `[out_features, dim]`, the magnitudes of
+    DoRA `[out_features]`. Every expert has an adapter of its own, as PEFT has it.
     """
-    tensors = {}
+    tensors: dict[str, tuple[int, ...]] = {}
     for module in targets.modules:
         in_features, out_features = features(shape, module)
         place, _, short = module.rpartition(".")
@@ -62,17 +72,19 @@ def adapter_tensors(shape: ModelShape, lora: LoraConfig, targets: Targets) -> di
         for lora_a, lora_b in map(weight_names, names):
             tensors[lora_a] = (lora.dim, in_features)
             tensors[lora_b] = (out_features, lora.dim)
+        if lora.has_magnitudes:
+            tensors[magnitude_name(module)] = magnitude_shape(module, shape)
     return tensors
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape, targets: Targets) -> CheckpointBytes:
     """Count the bytes of the tensors in a checkpoint, over all processes.
 
-    The adapter in its own type; two float32 moments for each of its values, and a float32 master where it is bfloat16.
+    The adapter in its own type (magnitudes are float32); two float32 moments for each of its values, and a float32
+    master where it is bfloat16.
     """
-    num_values = _num_values(adapter_tensors(shape, config.lora, targets))
-    dtype = _adapter_dtype(config)
-    return CheckpointBytes(adapter=num_values * _BYTES[dtype], optimizer=num_values * _optimizer_bytes(dtype))
+    tensors = adapter_tensors(shape, config.lora, targets)
+    return _bytes_of({name: math.prod(size) for name, size in tensors.items()}, _adapter_dtype(config))
 
 
 def memory_estimate(config: RunConfig, shape: ModelShape, layout: Layout, targets: Targets) -> Memory:
@@ -83,8 +95,8 @@ def memory_estimate(config: RunConfig, shape: ModelShape, layout: Layout, target
 
     - base weights: w (L (dense / t + experts / e) + embedding / t on the first stage and on the last); a layer's norms
       are not split, and too small to tell apart here;
-    - adapter: all of its tensors are split by t (see `layout_of`), experts' by e; gradients are float32, and the
-      optimizer holds two float32 moments and, for a bfloat16 adapter, a master;
+    - adapter: all of its tensors are split by t (see `layout_of`), experts' by e, but for magnitudes of layers that
+      split their input; gradients are float32, and the optimizer holds two float32 moments and, for bfloat16, a master;
     - activations: those that the backward pass reads, for each of the min(m, p - stage) micro-batches in flight of the
       1F1B schedule, counted operator by operator as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4), for the
       gated MLP and without recomputation (`_layer_activation_values`);
@@ -97,7 +109,7 @@ def memory_estimate(config: RunConfig, shape: ModelShape, layout: Layout, target
 
 
 def _stage_memory(config: RunConfig, shape: ModelShape, layout: Layout, targets: Targets, stage: int) -> Memory:
-    width, dtype = _BYTES[config.model.dtype], _adapter_dtype(config)
+    width = _BYTES[config.model.dtype]
     arithmetic = batch_arithmetic(config, layout)
     layers = shape.num_layers // layout.pipeline
     first, last = stage == 0, stage == layout.pipeline - 1
@@ -107,14 +119,15 @@ def _stage_memory(config: RunConfig, shape: ModelShape, layout: Layout, targets:
     weights += embeddings * shape.embedding_parameters // layout.tensor
     own_layers = range(stage * layers, (stage + 1) * layers)
     values = _local_adapter_values(adapter_tensors(shape, config.lora, targets), layout, own_layers)
+    adapter = _bytes_of(values, _adapter_dtype(config))
     in_flight = min(arithmetic.micro_batches_per_rank, layout.pipeline - stage)
     layer = _layer_activation_values(config, shape, layout, tokens)
     logits = tokens * shape.vocab_size // layout.tensor * (2 * width + _FLOAT32) if last else 0
     return Memory(
         base_weights=weights * width,
-        adapter=values * _BYTES[dtype],
-        gradients=values * _FLOAT32,
-        optimizer=values * _optimizer_bytes(dtype),
+        adapter=adapter.adapter,
+        gradients=sum(values.values()) * _FLOAT32,
+        optimizer=adapter.optimizer,
         activations=in_flight * layers * layer * width,
         logits=logits,
     )
@@ -142,20 +155,32 @@ def _adapter_dtype(config: RunConfig) -> str:
     return config.lora.lora_dtype or config.model.dtype
 
 
-def _optimizer_bytes(dtype: str) -> int:
-    """Return the optimizer's bytes for one adapter value: two moments, and a master for what is not float32 itself."""
-    return 2 * _FLOAT32 + (_FLOAT32 if dtype == "bfloat16" else 0)
+def _bytes_of(values: Mapping[str, int], dtype: str) -> CheckpointBytes:
+    """Return the bytes of so many values of each adapter tensor, and those that the optimizer has for them.
+
+    That is two moments, and a master for what is not float32 itself.
+    """
+    adapter = optimizer = 0
+    for name, count in values.items():
+        width = _BYTES[MAGNITUDE_DTYPE if is_magnitude(name) else dtype]
+        adapter += count * width
+        optimizer += count * (2 * _FLOAT32 + (_FLOAT32 if width < _FLOAT32 else 0))
+    return CheckpointBytes(adapter=adapter, optimizer=optimizer)
 
 
-def _num_values(tensors: Mapping[str, tuple[int, int]]) -> int:
-    return sum(rows * columns for rows, columns in tensors.values())
+def _local_adapter_values(tensors: Mapping[str, tuple[int, ...]], layout: Layout, layers: range) -> dict[str, int]:
+    """Count the values of each adapter tensor that one process of a stage with these layers holds."""
+    return {
+        name: math.prod(size) // _split(name, layout)
+        for name, size in tensors.items()
+        if int(name.split(".")[2]) in layers
+    }
 
 
-def _local_adapter_values(tensors: Mapping[str, tuple[int, int]], layout: Layout, layers: range) -> int:
-    """Count the adapter values that one process of a stage with these layers holds."""
-    total = 0
-    for name, (rows, columns) in tensors.items():
-        if int(name.split(".")[2]) in layers:
-            split = layout.expert if ".experts." in name else layout.tensor
-            total += rows * columns // split
-    return total
+def _split(name: str, layout: Layout) -> int:
+    """Return over how many processes an adapter tensor is split."""
+    if is_expert(name):
+        return layout.expert
+    # Where a layer splits its input, every process has all of its output.
+    whole = is_magnitude(name) and not any(f".{layer}." in name for layer in COLUMN_PARALLEL)
+    return 1 if whole else layout.tensor

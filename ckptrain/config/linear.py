@@ -6,6 +6,9 @@ from ckptrain.config.modules import SPLIT, fused_name
 from ckptrain.config.shape import ModelShape
 
 LORA_A, LORA_B = "linear_in", "linear_out"
+MAGNITUDE = "magnitude"
+MAGNITUDE_DTYPE = "float32"
+"""Whatever type A and B have: the steps of a magnitude, which is as large as a row of the base, are small beside it."""
 
 
 def features(shape: ModelShape, module: str) -> tuple[int, int]:
@@ -51,3 +54,18 @@ def weight_shapes(module: str, rank: int, shape: ModelShape) -> tuple[tuple[int,
     in_features, out_features = features(shape, module)
     experts = (shape.num_experts,) if is_expert(module) else ()
     return (*experts, rank, in_features), (*experts, out_features, rank)
+
+
+def magnitude_name(module: str) -> str:
+    """Return the global name of a module's magnitudes, which it has where its adapter is DoRA."""
+    return f"{adapter_name(module)}.{MAGNITUDE}"
+
+
+def magnitude_shape(module: str, shape: ModelShape) -> tuple[int, ...]:
+    """Return the global shape of a module's magnitudes, [out_features]."""
+    return (features(shape, module)[1],)
+
+
+def is_magnitude(name: str) -> bool:
+    """Tell whether a tensor of an adapter is one of magnitudes, by its name."""
+    return name.endswith(f".{MAGNITUDE}")

@@ -13,6 +13,8 @@ import attrs
 
 from ckptrain.config.fields import option, section
 
+LoraKind = Literal["auto", "lora", "canonical", "dora"]
+
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
@@ -46,12 +48,17 @@ class ModelConfig:
 
 @attrs.frozen(kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: y = W x + (alpha / dim) * B A x, with W frozen (Hu et al. 2021, arXiv:2106.09685)."""
+    """Low-rank adapters: y = W x + (alpha / dim) * B A x, with W frozen (Hu et al. 2021, arXiv:2106.09685).
+
+    DoRA (Liu et al. 2024, arXiv:2402.09353) scales each row of W + (alpha / dim) * B A to a length that is learnt.
+    """
 
     enabled: bool = option("ckptrain trains adapters only; false is refused.", default=True)
-    kind: Literal["auto", "lora", "canonical"] = option(
+    kind: LoraKind = option(
         "lora: one adapter for each of Megatron's layers, so that q, k and v share an A, and gate and up do; canonical:"
-        " each has its own, as in Hugging Face PEFT; auto: that of what the run starts from or goes on with, or lora.",
+        " each has its own, as in Hugging Face PEFT; dora: canonical with a magnitude for every output feature, as"
+        " PEFT's use_dora (magnitudes are float32 in any case; not for experts, and without dropout); auto: that of"
+        " what the run starts from or goes on with, or lora.",
         default="auto",
     )
     target_modules: tuple[str, ...] = option(
@@ -87,7 +94,12 @@ class LoraConfig:
     @property
     def splits_fused(self) -> bool:
         """Whether the parts of a fused layer have adapters of their own."""
-        return self.kind == "canonical"
+        return self.kind in ("canonical", "dora")
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether there is a magnitude for every output feature beside A and B."""
+        return self.kind == "dora"
 
 
 @attrs.frozen(kw_only=True)

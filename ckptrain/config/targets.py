@@ -6,7 +6,7 @@ each; here every name is global, and the model's owner translates a local name b
 All experts of a layer are adapted or none. Their modules are listed once a layer, as `mlp.experts.linear_fc1`, without
 the `local_experts.E` that Megatron has where each expert is a module of its own.
 
-Where every part of a fused layer has an adapter of its own (canonical LoRA), the parts are what is listed:
+Where every part of a fused layer has an adapter of its own (canonical LoRA, DoRA), the parts are what is listed:
 `self_attention.linear_q` and not `self_attention.linear_qkv`.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from ckptrain.config.linear import is_expert
 from ckptrain.config.modules import ALL_LINEAR, FUSED, MODULE_NAMES, SPLIT, fused_name, split_names
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
@@ -96,7 +97,8 @@ def resolve_targets(lora: LoraConfig, shape: ModelShape) -> Targets:
     `all-linear`. An empty `target_modules` means every linear layer of the decoder but `exclude_modules`.
 
     Raises:
-        ConfigError: names that match nothing, each with a suggestion, or a choice that leaves nothing to adapt.
+        ConfigError: names that match nothing, each with a suggestion, a choice that leaves nothing to adapt, or one of
+            what this kind of adapter cannot be given to.
     """
     modules = _modules(shape)
     key = "lora.target_modules" if lora.target_modules else "lora.exclude_modules"
@@ -109,6 +111,23 @@ def resolve_targets(lora: LoraConfig, shape: ModelShape) -> Targets:
             problems = [f"lora.exclude_modules: {', '.join(patterns)} leaves no module to adapt"]
     if problems:
         raise ConfigError("cannot choose the modules to adapt", [*problems, _what_there_is(shape)])
+    if not shape.adapts_experts and (experts := [name for name in chosen if is_expert(name)]):
+        raise ConfigError(
+            "cannot choose the modules to adapt",
+            [
+                f"{key if patterns else 'lora.target_modules'} selects {experts[0]}: {shape.architecture} has all"
+                " experts of a layer in one tensor, and PEFT passes over adapters of single ones; set"
+                " lora.target_modules=[linear_qkv, linear_proj]"
+            ],
+        )
+    if lora.has_magnitudes and (experts := [name for name in chosen if is_expert(name)]):
+        raise ConfigError(
+            "cannot choose the modules to adapt",
+            [
+                f"lora.kind=dora, and {key if patterns else 'lora.target_modules'} selects {experts[0]}: PEFT has no"
+                " DoRA of stacked experts; set lora.target_modules=[linear_qkv, linear_proj], or lora.kind=canonical"
+            ],
+        )
     return Targets(modules=tuple(chosen), notes=tuple(notes))
 
 

@@ -15,7 +15,14 @@ from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, hash_file, verify_files
 from ckptrain.checkpoint.manifest import MANIFEST_NAME
 from ckptrain.checkpoint.reading import reading
-from ckptrain.config.linear import weight_names, weight_shapes
+from ckptrain.config.linear import (
+    is_expert,
+    is_magnitude,
+    magnitude_name,
+    magnitude_shape,
+    weight_names,
+    weight_shapes,
+)
 from ckptrain.config.modules import PARTS, fused_name
 from ckptrain.config.shape import ModelShape
 from ckptrain.convert.source import BaseReference, ReadLayer
@@ -58,7 +65,11 @@ class CheckpointSource:
     def facts(self) -> AdapterFacts:
         """What a start is decided from."""
         manifest = self.checkpoint.manifest
-        dtypes = sorted({tensor.dtype for tensor in manifest.tensors.values() if tensor.group == "adapter"})
+        dtypes = {
+            tensor.dtype
+            for name, tensor in manifest.tensors.items()
+            if tensor.group == "adapter" and not is_magnitude(name)
+        }
         return AdapterFacts(
             path=self.path,
             form="checkpoint of ckptrain",
@@ -66,7 +77,7 @@ class CheckpointSource:
             base_fingerprint=manifest.base.fingerprint,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             lora=manifest.lora,
-            dtype=" and ".join(dtypes),
+            dtype=" and ".join(sorted(dtypes)),
         )
 
     @property
@@ -89,8 +100,8 @@ class CheckpointSource:
         return reading(self.checkpoint)
 
     def problems(self) -> list[str]:
-        """Compare every file with its digest, and the tensors with the modules that the manifest lists."""
-        return verify_files(self.checkpoint) or stored_problems(self.checkpoint)
+        """Compare the adapter's files with their digests, and its tensors with the modules that the manifest lists."""
+        return verify_files(self.checkpoint, within=ADAPTER_DIRECTORY) or stored_problems(self.checkpoint)
 
     @contextmanager
     def layers(self) -> Iterator[ReadLayer]:
@@ -137,7 +148,7 @@ class StoredWeight:
 
 
 def stored_weights(lora: LoraSpec, shape: ModelShape) -> dict[str, StoredWeight]:
-    """Return where the matrices of an adapter are stored, by their global name.
+    """Return where the matrices of an adapter, and its magnitudes, are stored, by their global name.
 
     A weight that every layer has is one tensor over all of them; see `ckptrain.megatron.state`.
     """
@@ -145,7 +156,11 @@ def stored_weights(lora: LoraSpec, shape: ModelShape) -> dict[str, StoredWeight]
     found = {}
     for module in lora.modules:
         stacked = count[_LAYER.sub("", module)] == shape.num_layers
-        for weight, size in zip(weight_names(module), weight_shapes(module, lora.settings.dim, shape), strict=True):
+        names, sizes = weight_names(module), weight_shapes(module, lora.settings.dim, shape)
+        weights: dict[str, tuple[int, ...]] = dict(zip(names, sizes, strict=True))
+        if lora.settings.has_magnitudes:
+            weights[magnitude_name(module)] = magnitude_shape(module, shape)
+        for weight, size in weights.items():
             name = _EXPERTS.sub(".experts.experts", weight)
             found[weight] = StoredWeight(
                 name=_LAYER.sub("", name) if stacked else name,
@@ -160,7 +175,10 @@ def stored_problems(checkpoint: CommittedCheckpoint) -> list[str]:
     shape, lora = checkpoint.manifest.shape, checkpoint.manifest.lora
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
         return [f"the base has {shape.num_heads} heads, which {shape.num_kv_heads} key-value heads cannot share evenly"]
-    if problems := [problem for name in lora.modules if (problem := module_problem(name, shape)) is not None]:
+    problems = [problem for name in lora.modules if (problem := module_problem(name, shape)) is not None]
+    if lora.settings.has_magnitudes:
+        problems += [problem for name in lora.modules if (problem := _dora_problem(name)) is not None]
+    if problems:
         return problems
     held = {name: tensor.shape for name, tensor in checkpoint.manifest.tensors.items() if tensor.group == "adapter"}
     expected = {stored.name: stored.shape for stored in stored_weights(lora, shape).values()}
@@ -170,7 +188,16 @@ def stored_problems(checkpoint: CommittedCheckpoint) -> list[str]:
         for name, size in expected.items()
         if name in held and held[name] != size
     ]
-    return problems + [f"{name} is not part of a LoRA adapter of the modules listed" for name in held.keys() - expected]
+    return problems + [f"{name} is not part of an adapter of the modules listed" for name in held.keys() - expected]
+
+
+def _dora_problem(name: str) -> str | None:
+    """Say why a module that can be adapted cannot be so by DoRA; None where it can."""
+    if is_expert(name):
+        return f"{name} is adapted by DoRA, which there is none of for experts"
+    if len(PARTS.get(name.rpartition(".")[2], ())) > 1:
+        return f"{name} is adapted by DoRA as a whole, and its parts have magnitudes of their own"
+    return None
 
 
 def module_problem(name: str, shape: ModelShape) -> str | None:

@@ -69,7 +69,7 @@ def peft_logits(base: Path, adapter: Path, batch: MicroBatch) -> tuple[Tensor, T
     """Return the logits of the base alone and with an adapter, [tokens, vocab] each.
 
     Raises:
-        AdapterMismatch: PEFT did not take every key of the adapter, or has matrices that the adapter lacks.
+        AdapterMismatch: PEFT did not take every key of the adapter, or has tensors that the adapter lacks.
     """
     from peft import PeftConfig, PeftModel
 
@@ -80,7 +80,7 @@ def peft_logits(base: Path, adapter: Path, batch: MicroBatch) -> tuple[Tensor, T
         adapted = PeftModel(model, PeftConfig.from_pretrained(str(adapter)), "default")
         loaded = adapted.load_adapter(str(adapter), "default")
     problems = [f"{key} was dropped by PEFT" for key in loaded.unexpected_keys]
-    problems += [f"{key} is a matrix that PEFT has and the adapter lacks" for key in loaded.missing_keys]
+    problems += [f"{key} is a tensor that PEFT has and the adapter lacks" for key in loaded.missing_keys]
     if problems:
         raise AdapterMismatch("the adapter does not fit the base under PEFT", problems[:20])
     return alone, huggingface_logits(adapted, batch)

@@ -52,7 +52,8 @@ def import_adapter(peft: Path, out: Path, *, base: str | None = None, kind: str 
         peft: a directory that PEFT has saved.
         out: the directory to make; it is there complete or not at all.
         base: the base model, where the adapter names none or one that lies elsewhere.
-        kind: what it becomes: lora, canonical, or auto, which is lora where the parts of fused layers share an A.
+        kind: what it becomes: lora, canonical, dora, or auto, which is lora where the parts of fused layers share an A,
+            and dora where it has magnitudes.
 
     Raises:
         CheckpointNotFound: `peft` is no PEFT adapter.
@@ -94,12 +95,12 @@ def _stacked(source: AdapterSource) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     with source.layers() as read:
         for layer in sorted({layer_of(module) for module in lora.modules}):
-            for name, matrix in read(layer).items():
+            for name, tensor in read(layer).items():
                 stored = weights[name]
                 if stored.has_layer_axis:
-                    state.setdefault(stored.name, torch.empty(stored.shape, dtype=matrix.dtype))[layer].copy_(matrix)
+                    state.setdefault(stored.name, torch.empty(stored.shape, dtype=tensor.dtype))[layer].copy_(tensor)
                 else:
-                    state[stored.name] = matrix.contiguous()
+                    state[stored.name] = tensor.contiguous()
     return state
 
 

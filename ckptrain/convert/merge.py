@@ -1,7 +1,8 @@
 """From a checkpoint to a whole Hugging Face model: the adapter added to the base's weights, one file at a time.
 
 The base is read from its safetensors files and never built, so memory goes with the largest file and not with the
-model. W + (alpha / rank) B A is computed in float32 and rounded once, to the type that W is stored in.
+model. W + (alpha / rank) B A, with its rows scaled to the magnitudes of DoRA, is computed in float32 and rounded once,
+to the type that W is stored in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptrain.config.base import read_json, weight_files
-from ckptrain.config.linear import weight_names
+from ckptrain.config.linear import magnitude_name, weight_names
 from ckptrain.convert.directory import MERGED, check_destination, published, write_json, write_provenance
 from ckptrain.convert.gate import Gate, base_of, gate_record, pass_gate
 from ckptrain.convert.source import AdapterSource, ReadLayer
@@ -33,8 +34,8 @@ _CONFIG_NAME = "config.json"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 _MOST_PROBLEMS = 20
 
-type Update = tuple[Tensor, Tensor]
-"""A [rank, in_features] and B [out_features, rank] of one Hugging Face layer."""
+type Update = tuple[Tensor, Tensor, Tensor | None]
+"""A [rank, in_features], B [out_features, rank] and DoRA's magnitudes [out_features] of one Hugging Face layer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -175,9 +176,13 @@ class _Updates:
         updates: dict[str, Update] = {}
         for module in self._modules[layer]:
             lora_a, lora_b = (matrices[name] for name in weight_names(module.name))
+            magnitudes = matrices.get(magnitude_name(module.name))
             if layer not in self._counted:
-                self.effect.add(module, lora_a, lora_b)
-            updates |= {f"{name}.weight": (a, b) for name, a, b in unfuse(module, lora_a, lora_b, self._source.shape)}
+                self.effect.add(module, lora_a, lora_b, magnitudes)
+            updates |= {
+                f"{name}.weight": (a, b, magnitudes)  # which only a module that is one Hugging Face layer has
+                for name, a, b in unfuse(module, lora_a, lora_b, self._source.shape)
+            }
         self._counted.add(layer)
         return updates
 
@@ -236,7 +241,7 @@ def _write_weights(
             update = updates.get(name)
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             if update is not None:
-                tensor = merged(tensor, *update, updates.effect.scale)  # noqa: PLW2901
+                tensor = merged(tensor, *update, scale=updates.effect.scale)  # noqa: PLW2901
                 rounded = target
                 if not tensor.to(target).isfinite().all():
                     raise ProblemsError("cannot merge", [f"{name} is not finite in {target} with the adapter in it"])
@@ -255,16 +260,20 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Return W + scale B A in float32.
+def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitudes: Tensor | None = None, *, scale: float) -> Tensor:
+    """Return W + scale B A in float32, each row scaled to its magnitude where there are such.
 
     Args:
         weight: W, [out_features, in_features], of any floating point type.
         lora_a: A, [rank, in_features].
         lora_b: B, [out_features, rank].
+        magnitudes: [out_features].
         scale: alpha / rank.
     """
-    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)
+    directions = torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)
+    if magnitudes is None:
+        return directions
+    return directions * (magnitudes.float() / torch.linalg.norm(directions, dim=1))[:, None]
 
 
 def _copy_rest(base: Path, staging: Path, dtype: torch.dtype | None) -> None:

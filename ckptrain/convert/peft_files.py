@@ -23,7 +23,7 @@ PEFT_WEIGHTS = "adapter_model.safetensors"
 
 _LARGEST_HEADER = 100_000_000  # what safetensors reads
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
-# Keys under which an adapter is more than B A beside a layer, and what each is.
+# Keys under which an adapter is more than B A beside a layer and magnitudes, and what each is.
 _MORE_THAN_LORA = {
     "modules_to_save": "whole layers that were trained beside the adapter",
     "trainable_token_indices": "rows of the embedding that were trained",
@@ -32,7 +32,6 @@ _MORE_THAN_LORA = {
     "alpha_pattern": "a scale of its own for some layers; ckptrain trains one scale",
     "fan_in_fan_out": "transposed base weights",
     "lora_bias": "a bias beside B",
-    "use_dora": "DoRA: magnitudes beside A and B, which scale the base weights too",
     "use_qalora": "QA-LoRA: pooled inputs",
     "use_bdlora": "block-diagonal matrices",
     "alora_invocation_tokens": "activated LoRA: an adapter that is off before its invocation tokens",
@@ -52,6 +51,8 @@ class PeftSettings:
     rank: int
     alpha: int
     """Such that alpha / rank is what B A is multiplied by, which under rsLoRA is not what `lora_alpha` says."""
+    has_magnitudes: bool
+    """Whether it is DoRA (`use_dora`)."""
     dropout: float
     base: str | None
     revision: str | None
@@ -61,7 +62,7 @@ class PeftSettings:
 
 @attrs.frozen(kw_only=True)
 class StoredMatrix:
-    """One tensor of a safetensors file."""
+    """One tensor of a safetensors file: a matrix, or a vector of magnitudes."""
 
     key: str
     shape: tuple[int, ...]
@@ -112,6 +113,7 @@ def read_settings(directory: Path) -> PeftSettings:
     return PeftSettings(
         rank=rank,
         alpha=int(scaled),
+        has_magnitudes=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
         base=str(base) if base else None,
         revision=str(revision) if revision else None,

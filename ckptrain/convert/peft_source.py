@@ -1,7 +1,8 @@
 """A Hugging Face PEFT adapter as an adapter that can be read: every key accounted for, or refused.
 
 PEFT gives q, k and v an A each, and gate and up; Megatron's fused layers share one. Where those of an adapter are the
-same it can be held either way, otherwise only as canonical LoRA. Which it is, is read from the bytes.
+same it can be held either way, otherwise only as canonical LoRA. Which it is, is read from the bytes. What has
+magnitudes (`use_dora`) is DoRA, and can be nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from ckptrain.checkpoint.integrity import hash_file
-from ckptrain.config.linear import features
+from ckptrain.config.linear import features, magnitude_shape
 from ckptrain.config.modules import FUSED, split_names
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?P<place>self_attn|mlp|mlp\.experts\.(?P<expert>\d+))"
-    r"\.(?P<part>\w+)\.lora_(?P<half>[AB])(?:\.default)?\.weight",
+    r"\.(?P<part>\w+)\.(?:lora_(?P<half>[AB])(?:\.default)?\.weight|lora_magnitude_vector(?:\.default)?(?:\.weight)?)",
     re.ASCII,
 )
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:base_layer\.)?lora_[AB]\.")
+_MAGNITUDES = "magnitudes"
+_KEY_ENDS = {"A": "A.weight", "B": "B.weight", _MAGNITUDES: "magnitude_vector"}
 _PLACES = {"self_attn": "self_attention", "mlp": "mlp"}
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _MOST_PROBLEMS = 20
@@ -76,7 +79,7 @@ class _Place:
 
 
 type _Halves = Mapping[_Place, Mapping[str, StoredMatrix]]
-"""By place: the matrices A and B."""
+"""By place: the matrices A and B, and the magnitudes where there are such."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +90,7 @@ class PeftSource:
     shape: ModelShape
     base: BaseReference
     settings: PeftSettings
-    kind: Literal["lora", "canonical"]
+    kind: Literal["lora", "canonical", "dora"]
     modules: tuple[str, ...]
     halves: _Halves
     notes: tuple[str, ...]
@@ -99,7 +102,7 @@ class PeftSource:
     @property
     def facts(self) -> AdapterFacts:
         """What a start is decided from."""
-        dtypes = sorted({matrix.dtype for halves in self.halves.values() for matrix in halves.values()})
+        dtypes = sorted({halves[half].dtype for halves in self.halves.values() for half in "AB"})
         settings = LoraConfig(
             kind=self.kind,
             target_modules=_short_names(self.modules, self.shape),
@@ -136,7 +139,7 @@ class PeftSource:
         """Open the file, and give what reads the matrices of a layer."""
         from safetensors import safe_open
 
-        from ckptrain.config.linear import weight_names
+        from ckptrain.config.linear import magnitude_name, weight_names
         from ckptrain.convert.unfuse import fuse, parse_module
 
         with safe_open(self.path / PEFT_WEIGHTS, framework="pt") as file:
@@ -152,6 +155,9 @@ class PeftSource:
                     module = parse_module(name)
                     if module is not None and module.layer == layer:
                         matrices |= dict(zip(weight_names(name), fuse(module, halves, self.shape), strict=True))
+                for place, found in self.halves.items():
+                    if place.layer == layer and _MAGNITUDES in found:
+                        matrices[magnitude_name(place.split)] = file.get_tensor(found[_MAGNITUDES].key)
                 return matrices
 
             yield read
@@ -175,7 +181,8 @@ def open_peft(
     Args:
         path: the directory.
         base_of: gives the base and its dimensions of the name and the revision that the adapter says.
-        kind: what it is to be read as: lora, canonical, or auto, which is lora wherever that can hold it.
+        kind: what it is to be read as: lora, canonical, dora, or auto, which is dora where it has magnitudes, and
+            otherwise lora wherever that can hold it.
 
     Raises:
         ProblemsError: it cannot be used with this base or as this kind; every reason is listed.
@@ -186,21 +193,14 @@ def open_peft(
     matrices = read_matrices(path)
     base, shape = base_of(settings.base, settings.revision)
     halves, problems = _sort(matrices)
-    problems += _fit_problems(halves, settings.rank, shape)
+    problems += _fit_problems(halves, settings, shape)
     if not problems and not halves:
         problems = ["it holds no matrices"]
     if problems:
         left = len(problems) - _MOST_PROBLEMS
         listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
         raise ProblemsError(f"cannot use the adapter {path} with the base {base.name}", listed)
-    apart = _why_apart(path / PEFT_WEIGHTS, halves)
-    if kind == "lora" and apart is not None:
-        raise ProblemsError(
-            f"cannot use the adapter {path} as lora.kind=lora",
-            [f"{apart}; set lora.kind=canonical, or auto, which chooses it"],
-        )
-    chosen: Literal["lora", "canonical"] = "canonical" if kind == "canonical" or apart is not None else "lora"
-    why = apart or "the parts of its fused layers share an A"
+    chosen, why = _kind(path, settings, halves, kind)
     notes = (f"lora.kind is auto: {chosen}, because {why}",) if kind == "auto" else ()
     return PeftSource(
         path=path,
@@ -214,6 +214,33 @@ def open_peft(
     )
 
 
+def _kind(
+    path: Path, settings: PeftSettings, halves: _Halves, asked: str
+) -> tuple[Literal["lora", "canonical", "dora"], str]:
+    """Decide what an adapter is held as, and say why.
+
+    Raises:
+        ProblemsError: it cannot be what is asked for.
+    """
+    apart = None if settings.has_magnitudes else _why_apart(path / PEFT_WEIGHTS, halves)
+    problem = None
+    if settings.has_magnitudes and asked in ("lora", "canonical"):
+        problem = "use_dora is true: it has magnitudes, which only DoRA holds; set lora.kind=dora"
+    elif asked == "dora" and not settings.has_magnitudes:
+        problem = f"use_dora is not true: it has no magnitudes; set lora.kind={'canonical' if apart else 'lora'}"
+    elif asked == "lora" and apart is not None:
+        problem = f"{apart}; set lora.kind=canonical"
+    if problem is not None:
+        raise ProblemsError(
+            f"cannot use the adapter {path} as lora.kind={asked}", [f"{problem}, or auto, which chooses it"]
+        )
+    if settings.has_magnitudes:
+        return "dora", "it has magnitudes (use_dora)"
+    if asked == "canonical" or apart is not None:
+        return "canonical", apart or "it was asked for"
+    return "lora", "the parts of its fused layers share an A"
+
+
 def _sort(matrices: Mapping[str, StoredMatrix]) -> tuple[_Halves, list[str]]:
     """Find what each key is a matrix of; returns them, and the keys that are of nothing that can be adapted."""
     halves: dict[_Place, dict[str, StoredMatrix]] = {}
@@ -225,7 +252,11 @@ def _sort(matrices: Mapping[str, StoredMatrix]) -> tuple[_Halves, list[str]]:
             continue
         expert = None if found["expert"] is None else int(found["expert"])
         place = "mlp.experts" if expert is not None else _PLACES[found["place"]]
-        halves.setdefault(_Place(int(found["layer"]), place, found["part"], expert), {})[found["half"]] = matrix
+        half = found["half"] or _MAGNITUDES
+        there = halves.setdefault(_Place(int(found["layer"]), place, found["part"], expert), {})
+        if half in there:
+            problems.append(f"{key} is there a second time, as {there[half].key}")
+        there[half] = matrix
     return dict(sorted(halves.items(), key=lambda item: _order(item[0]))), problems
 
 
@@ -235,8 +266,6 @@ def _order(place: _Place) -> tuple[int, int, int, int]:
 
 
 def _what_it_is(key: str, part: str | None) -> str:
-    if "lora_magnitude_vector" in key:
-        return "is a magnitude of DoRA"
     if _STACKED_EXPERTS.search(key):
         return (
             "is of experts that PEFT has stacked in one tensor, which ckptrain does not read: train the experts under"
@@ -249,7 +278,7 @@ def _what_it_is(key: str, part: str | None) -> str:
     return "is not a key that ckptrain knows: expected base_model.model.model.layers.N.PLACE.PART.lora_A.weight"
 
 
-def _fit_problems(halves: _Halves, rank: int, shape: ModelShape) -> list[str]:
+def _fit_problems(halves: _Halves, settings: PeftSettings, shape: ModelShape) -> list[str]:
     """Return what does not fit a base of this shape, or is missing."""
     problems = []
     for place, found in halves.items():
@@ -263,16 +292,27 @@ def _fit_problems(halves: _Halves, rank: int, shape: ModelShape) -> list[str]:
         if place.expert is not None and place.expert >= shape.num_experts:
             problems.append(f"{name} is adapted, and the base has {shape.num_experts} experts in a layer")
             continue
-        in_features, out_features = features(shape, place.split)
-        for half, size in (("A", (rank, in_features)), ("B", (out_features, rank))):
+        if settings.has_magnitudes and place.expert is not None:
+            problems.append(f"{name} is adapted, and use_dora is true: ckptrain has no DoRA of experts")
+            continue
+        if not settings.has_magnitudes and _MAGNITUDES in found:
+            problems.append(f"{found[_MAGNITUDES].key} is a magnitude of DoRA, and use_dora is not true")
+        for half, size in _expected(place, settings, shape).items():
             matrix = found.get(half)
             if matrix is None:
-                problems.append(f"{name}.lora_{half}.weight is missing")
+                problems.append(f"{name}.lora_{_KEY_ENDS[half]} is missing")
             elif matrix.shape != size:
                 problems.append(f"{matrix.key} is {list(matrix.shape)}, expected {list(size)}")
             elif matrix.dtype not in ("float32", "bfloat16", "float16"):
                 problems.append(f"{matrix.key} is {matrix.dtype}, expected float32, bfloat16 or float16")
     return problems + _missing_experts(halves, shape)
+
+
+def _expected(place: _Place, settings: PeftSettings, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a place has."""
+    in_features, out_features = features(shape, place.split)
+    matrices: dict[str, tuple[int, ...]] = {"A": (settings.rank, in_features), "B": (out_features, settings.rank)}
+    return matrices | ({_MAGNITUDES: magnitude_shape(place.split, shape)} if settings.has_magnitudes else {})
 
 
 def _missing_experts(halves: _Halves, shape: ModelShape) -> list[str]:
@@ -316,7 +356,7 @@ def _same_bytes(data: mmap.mmap, one: StoredMatrix, other: StoredMatrix) -> bool
 
 def _modules(halves: _Halves, kind: str) -> tuple[str, ...]:
     """Return the global names of the modules that hold the matrices, layer by layer."""
-    if kind == "canonical":
+    if kind in ("canonical", "dora"):
         return tuple(dict.fromkeys(place.split for place in halves))
     return tuple(
         dict.fromkeys(f"decoder.layers.{layer}.{at}.{fused}" for layer, at, fused in (place.group for place in halves))

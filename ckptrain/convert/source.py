@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 type ReadLayer = Callable[[int], dict[str, Tensor]]
 """Gives A and B of every adapted module of a layer, by the names of `ckptrain.config.linear.weight_names`, whole.
 
-A is [rank, in_features] and B [out_features, rank], those of experts [experts, ...]; what they hold may not be changed.
+A is [rank, in_features] and B [out_features, rank], those of experts [experts, ...]. Where `lora.kind` is dora there
+are the magnitudes of every module too, [out_features], by `magnitude_name`. What they hold may not be changed.
 """
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ckptrain
-from ckptrain.config.linear import weight_names
+from ckptrain.config.linear import magnitude_name, weight_names
 from ckptrain.convert.directory import (
     CONFIG_NAME,
     EXPORT,
@@ -52,7 +52,7 @@ class Export:
     source: str
     """What it was made of."""
     tensors: int
-    """How many matrices: an A and a B for each adapted Hugging Face layer."""
+    """How many: an A and a B for each adapted Hugging Face layer, and its magnitudes where it is DoRA."""
     num_bytes: int
     """Size of the weights file."""
     dtype: str
@@ -65,7 +65,7 @@ class Export:
     """Empty where it is not known, as the step is 0."""
     step: int
     effect: float
-    """The sum over adapted modules of the Frobenius norm of (alpha / rank) B A; 0 for an adapter that does nothing."""
+    """The sum over adapted modules of the Frobenius norm of (alpha / rank) B A; 0 for LoRA that does nothing."""
     gate: Gate | None
     """What it was let through by; None where that was not looked at."""
     gate_reason: str
@@ -83,10 +83,13 @@ class Effect:
     """The sum over modules of the Frobenius norm of scale B A."""
     problems: list[str] = attrs.field(factory=list)
 
-    def add(self, module: Module, lora_a: Tensor, lora_b: Tensor) -> None:
-        """Count one module's matrices in."""
+    def add(self, module: Module, lora_a: Tensor, lora_b: Tensor, magnitudes: Tensor | None = None) -> None:
+        """Count one module's matrices in; magnitudes are looked at, but what they do depends on the base."""
         self.norm += self.scale * _product_norm(lora_a, lora_b)
-        for name, tensor in zip(weight_names(module.name), (lora_a, lora_b), strict=True):
+        held = dict(zip(weight_names(module.name), (lora_a, lora_b), strict=True))
+        if magnitudes is not None:
+            held[magnitude_name(module.name)] = magnitudes
+        for name, tensor in held.items():
             largest = max(abs(extreme.item()) for extreme in tensor.aminmax())
             if not math.isfinite(largest):
                 self.problems.append(f"{name} holds NaN or infinity: export an earlier checkpoint")
@@ -161,8 +164,17 @@ def export_adapter(
         effect=effect,
         gate=gate,
         gate_reason=why,
-        warning=None if effect else "the adapter changes nothing: B A is 0 in every module that it adapts",
+        warning=_warning(source, effect),
     )
+
+
+def _warning(source: AdapterSource, effect: float) -> str | None:
+    if effect:
+        return None
+    nothing = "B A is 0 in every module that it adapts"
+    if source.facts.lora.settings.has_magnitudes:
+        return f"{nothing}: the adapter changes no more than the lengths of the base's rows, if those"
+    return f"the adapter changes nothing: {nothing}"
 
 
 def _compare(source: AdapterSource, base: Path, written: Path, effect: float) -> Gate:
@@ -187,18 +199,20 @@ def adapted_modules(source: AdapterSource) -> list[Module]:
     return sorted(found, key=lambda module: module.layer)
 
 
-def read_modules(source: AdapterSource, modules: Sequence[Module]) -> Iterator[tuple[Module, Tensor, Tensor]]:
-    """Yield (module, A, B), reading one layer at a time; the modules are in the order of their layers."""
+def read_modules(
+    source: AdapterSource, modules: Sequence[Module]
+) -> Iterator[tuple[Module, Tensor, Tensor, Tensor | None]]:
+    """Yield (module, A, B, magnitudes), reading one layer at a time; the modules are in the order of their layers."""
     with source.layers() as read:
         for layer, of_layer in itertools.groupby(modules, key=lambda module: module.layer):
             matrices = read(layer)
             for module in of_layer:
                 lora_a, lora_b = (matrices[name] for name in weight_names(module.name))
-                yield module, lora_a, lora_b
+                yield module, lora_a, lora_b, matrices.get(magnitude_name(module.name))
 
 
 def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module], dtype: str) -> tuple[int, float]:
-    """Write the matrices as they come; returns how many, and the adapter's effect.
+    """Write matrices and magnitudes as they come; returns how many, and the adapter's effect.
 
     Raises:
         ProblemsError: a weight is NaN or infinite, or becomes so in `dtype`.
@@ -210,14 +224,18 @@ def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module],
     for name, (in_features, out_features) in {**sizes, **beside}.items():
         declared[_key(name, "A")] = Declared(dtype=dtype, shape=(settings.dim, in_features))
         declared[_key(name, "B")] = Declared(dtype=dtype, shape=(out_features, settings.dim))
+        if settings.has_magnitudes:
+            declared[_magnitude_key(name)] = Declared(dtype=dtype, shape=(out_features,))
     target = getattr(torch, dtype)
     effect = Effect(scale=settings.alpha / settings.dim, dtype=target)
     with SafetensorsStream(path, declared) as stream:
-        for module, lora_a, lora_b in read_modules(source, modules):
-            effect.add(module, lora_a, lora_b)
+        for module, lora_a, lora_b, magnitudes in read_modules(source, modules):
+            effect.add(module, lora_a, lora_b, magnitudes)
             for name, a, b in unfuse(module, lora_a, lora_b, source.shape):
                 stream.write(_key(name, "A"), a.to(target))
                 stream.write(_key(name, "B"), b.to(target))
+                if magnitudes is not None:  # of a module that is one Hugging Face layer
+                    stream.write(_magnitude_key(name), magnitudes.to(target))
         for key in (_key(name, half) for name in beside for half in ("A", "B")):
             stream.write(key, torch.zeros(declared[key].shape, dtype=target))
     if effect.problems:
@@ -229,10 +247,14 @@ def _key(layer: str, half: str) -> str:
     return f"{_PEFT_PREFIX}{layer}.lora_{half}.weight"
 
 
+def _magnitude_key(layer: str) -> str:
+    return f"{_PEFT_PREFIX}{layer}.lora_magnitude_vector"
+
+
 def _product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
     """Return the Frobenius norm of B A without forming it: its square is the sum of (B^T B) * (A A^T), [rank, rank]."""
-    a, b = lora_a.double(), lora_b.double()
-    square = ((b.mT @ b) * (a @ a.mT)).sum().item()
+    a, b = lora_a.float(), lora_b.float()  # [rank, rank] each, of sums of squares: float32 is near enough for a report
+    square = ((b.mT @ b).double() * (a @ a.mT).double()).sum().item()
     return math.sqrt(max(square, 0.0))
 
 
@@ -240,34 +262,75 @@ def vllm_problems(source: AdapterSource) -> list[str]:
     """Return why vLLM would not load an adapter that PEFT does.
 
     It takes A and B of each Hugging Face layer under PEFT's names, and those of experts one by one, as they are written
-    here (vllm/lora/lora_model.py); a rank above its largest `max_lora_rank` it does not (vllm/config/lora.py).
+    here (vllm/lora/lora_model.py); a rank above its largest `max_lora_rank` it does not (vllm/config/lora.py), nor DoRA
+    (vllm/lora/peft_helper.py).
     """
+    if source.facts.lora.settings.has_magnitudes:
+        return ["it is DoRA (lora.kind=dora), which vLLM does not load: merge it instead"]
     rank = source.facts.lora.settings.dim
     if rank > _VLLM_LARGEST_RANK:
         return [f"its rank is {rank}, and vLLM's max_lora_rank is {_VLLM_LARGEST_RANK} at most: merge it instead"]
     return []
 
 
+# What PEFT writes into adapter_config.json for a plain LoRA, whose values are always these. Importing PEFT to ask it
+# takes twice as long as all else that an export imports; a test compares with what this version of it writes.
+_PEFT_DEFAULTS: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "inference_mode": True,
+    "bias": "none",
+    "init_lora_weights": True,
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "lora_bias": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "loftq_config": {},
+    "megatron_core": "megatron.core",
+    "use_qalora": False,
+    "qalora_group_size": 16,
+    "ensure_weight_tying": False,
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens",
+            "arrow_config",
+            "auto_mapping",
+            "corda_config",
+            "eva_config",
+            "exclude_modules",
+            "kasa_config",
+            "layer_replication",
+            "layers_pattern",
+            "layers_to_transform",
+            "lora_ga_config",
+            "megatron_config",
+            "modules_to_save",
+            "monteclora_config",
+            "target_parameters",
+            "trainable_token_indices",
+            "use_bdlora",
+            "velora_config",
+        )
+    ),
+}
+
+
 def _peft_config(source: AdapterSource, modules: Sequence[Module]) -> dict[str, Any]:
     """Return adapter_config.json as this version of PEFT would write it, with its sets in order."""
-    from peft import LoraConfig
-
     settings = source.facts.lora.settings
-    # PEFT has no dropout on stacked experts and would refuse to load; it is of no use without training either.
-    dropout = 0.0 if any(module.is_expert for module in modules) else settings.dropout
-    config = LoraConfig(
-        r=settings.dim,
-        lora_alpha=settings.alpha,
-        lora_dropout=dropout,
-        target_modules=list(target_modules(modules, source.shape)),
-        base_model_name_or_path=source.base.name,
-        revision=source.base.revision,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-        bias="none",
-    )
-    document: dict[str, Any] = config.to_dict()
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in document.items()}
+    return {
+        **_PEFT_DEFAULTS,
+        "peft_version": importlib.metadata.version("peft"),
+        "r": settings.dim,
+        "lora_alpha": settings.alpha,
+        # PEFT has no dropout on stacked experts and would refuse to load; it is of no use without training either.
+        "lora_dropout": 0.0 if any(module.is_expert for module in modules) else settings.dropout,
+        "use_dora": settings.has_magnitudes,
+        "target_modules": list(target_modules(modules, source.shape)),
+        "base_model_name_or_path": source.base.name,
+        "revision": source.base.revision,
+    }
 
 
 def provenance(source: AdapterSource) -> dict[str, Any]:

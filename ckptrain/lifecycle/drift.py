@@ -70,7 +70,7 @@ RULES: Mapping[str, Rule] = {
     "model.backend": _noted("computes the same layers with other kernels: the same training up to rounding"),
     "model.verify": _free("is a check after loading"),
     "lora.enabled": _identity("decides whether there are adapters at all"),
-    "lora.kind": _identity("decides whether the parts of a fused layer share an A"),
+    "lora.kind": _identity("decides whether the parts of a fused layer share an A, and whether there are magnitudes"),
     "lora.target_modules": _free(_BY_MODULES),
     "lora.exclude_modules": _free(_BY_MODULES),
     "lora.dim": _identity("is the shape of the adapters"),

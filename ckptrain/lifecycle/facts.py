@@ -53,7 +53,7 @@ class AdapterFacts:
     lora: LoraSpec
     """Its settings as far as they make the adapter: kind, dim, alpha; and its modules."""
     dtype: str
-    """Of its matrices, as torch names it: bfloat16, float32."""
+    """Of its matrices A and B, as torch names it: bfloat16, float32."""
     notes: tuple[str, ...] = ()
     """What is worth knowing of how it was read."""
 

@@ -48,8 +48,8 @@ def warm_start_problems(run: RunFacts, source: AdapterFacts) -> list[str]:
     there, here = source.lora.settings, run.lora.settings
     if there.kind != here.kind:
         problems.append(
-            f"lora.kind is {there.kind} there and {here.kind} in the config: {_KIND_DIFFERS[there.kind]}; set"
-            f" lora.kind={there.kind} or auto"
+            f"lora.kind is {there.kind} there and {here.kind} in the config:"
+            f" {_kind_differs(there.kind, here.kind)}; set lora.kind={there.kind} or auto"
         )
     elif there_only := _module_problems(run.lora, source.lora):
         problems += there_only
@@ -61,9 +61,15 @@ def warm_start_problems(run: RunFacts, source: AdapterFacts) -> list[str]:
 
 
 _KIND_DIFFERS = {
+    "dora": "it has magnitudes beside A and B, which only DoRA holds",
     "canonical": "parts of a fused layer have an A of their own, which one shared A cannot hold",
     "lora": "parts of a fused layer share an A",
 }
+
+
+def _kind_differs(there: str, here: str) -> str:
+    """Say what an adapter of one kind has or lacks that one of another does not."""
+    return "it has no magnitudes" if here == "dora" else _KIND_DIFFERS[there]
 
 
 def warm_start_notes(run: RunFacts, source: AdapterFacts) -> tuple[str, ...]:

@@ -26,11 +26,13 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
-from ckptrain.config.linear import adapter_name
+from ckptrain.checkpoint.ranks import together
+from ckptrain.config.linear import adapter_name, is_magnitude
 from ckptrain.config.modules import SPLIT
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.targets import Targets
 from ckptrain.errors import ConfigError, RestoreMismatch
+from ckptrain.megatron.dora import DoRALinear, dora
 from ckptrain.megatron.split_lora import SplitLoRALinear, split_lora
 
 # Every expert of a layer has an adapter of its own; a configuration selects them together.
@@ -45,6 +47,7 @@ class SelectedLoRA(LoRA):
 
     targets: Targets = field(default_factory=lambda: Targets(modules=()))
     first_layer: int = 0
+    with_magnitudes: bool = False
 
     def match(self, _: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         """Return (pattern, full name) for a selected module, as the base class does; None leaves it alone."""
@@ -55,6 +58,8 @@ class SelectedLoRA(LoRA):
         """Return a selected module with its adapter, or with those of its parts; any other as it is."""
         local_name = f"{prefix}.{name}" if prefix else str(name)
         parts = self._adapted(local_name)
+        if self.with_magnitudes:
+            return dora(module, local_name, parts, self) if parts and not isinstance(module, DoRALinear) else module
         if not any(part in SPLIT for part in parts):
             adapted: nn.Module = super().transform(module, name, prefix)
             return adapted
@@ -79,10 +84,12 @@ def _with_global_layer(local_name: str, first_layer: int) -> str:
 
 
 def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
-    """Freeze the model and give the selected modules of this stage an adapter, with whatever values.
+    """Freeze the model and give the selected modules of this stage an adapter, with whatever values; collective.
+
+    The base's weights are in the model already: DoRA goes by their rows.
 
     Raises:
-        ConfigError: a module was selected that this model does not have.
+        ConfigError: a module was selected that this model does not have, or that this kind cannot adapt.
     """
     layers = model.decoder.layers
     first_layer = layers[0].layer_number - 1
@@ -97,8 +104,11 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
         a2a_experimental=lora.a2a_experimental,
         targets=targets,
         first_layer=first_layer,
+        with_magnitudes=lora.has_magnitudes,
     )
     peft(model, training=True)
+    if lora.has_magnitudes:
+        together(lambda: _check_rows(model, first_layer))
     adapted = {
         _global_name(name, first_layer)
         for name, module in model.named_modules()
@@ -116,12 +126,29 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
     return peft
 
 
+def _check_rows(model: Any, first_layer: int) -> None:
+    """Look for rows of the base that DoRA would divide by the length of, and that have none.
+
+    Raises:
+        ConfigError: there are such; they are listed.
+    """
+    problems = [
+        f"{_global_name(name, first_layer)} ({within or 'whole'}): {count} rows of its weight are zero"
+        for name, module in model.named_modules()
+        if isinstance(module, DoRALinear)
+        for within, count in module.empty_rows().items()
+    ]
+    if problems:
+        remedy = "leave these modules out (lora.target_modules), or set lora.kind=canonical"
+        raise ConfigError("DoRA divides by the lengths of the base's rows", [*problems[:10], remedy])
+
+
 @attrs.frozen(kw_only=True)
 class Piece:
     """A part of a whole tensor that this process holds."""
 
     shape: tuple[int, ...]
-    """Of the whole: [out_features, in_features], after an expert axis where there are experts."""
+    """Of the whole: [out_features, in_features], after an expert axis where there are experts; [out_features]."""
     offset: tuple[int, ...]
     data: Tensor
     """A view, with as many axes as `shape`."""
@@ -136,7 +163,7 @@ class Piece:
 
 @attrs.frozen(kw_only=True)
 class AdapterParameter:
-    """One adapter weight of this process and how it lies in the whole.
+    """One adapter weight of this process, a matrix or magnitudes, and how it lies in the whole.
 
     `cut` gives the pieces of a tensor that is laid out like the parameter: moments and masters are cut the same way.
     """
@@ -183,30 +210,35 @@ def _piece(sharded: ShardedTensor, data: Tensor) -> Piece:
 
 
 @torch.no_grad()
-def initialise_adapters(adapters: list[AdapterParameter], lora: LoraConfig, seed: int) -> None:
-    """Fill every adapter from its global name and the seed.
+def initialise_adapters(model: Any, adapters: Sequence[AdapterParameter], lora: LoraConfig, seed: int) -> None:
+    """Fill every adapter from its global name and the seed; collective.
 
     The whole matrix is drawn in float32 on the CPU and this process keeps its piece, so tensor parallelism changes
-    neither the values nor, as per-shard initialisation does, their scale.
+    neither the values nor, as per-shard initialisation does, their scale. Magnitudes follow from the matrices.
     """
     for adapter in adapters:
+        if is_magnitude(adapter.name):
+            continue
         method = lora.lora_A_init_method if ".linear_in." in adapter.name else lora.lora_B_init_method
         pieces = adapter.cut(adapter.parameter.data)
         whole = draw_matrix(method, pieces[0].shape, adapter.name, seed)
         for piece in pieces:
             piece.data.copy_(whole[piece.place])
+    for module in model.modules():
+        if isinstance(module, DoRALinear):
+            module.start()
 
 
 @torch.no_grad()
 def fill_adapters(adapters: Sequence[AdapterParameter], read_layer: Callable[[int], Mapping[str, Tensor]]) -> int:
-    """Fill every adapter of this process with its pieces of whole matrices, one layer at a time; returns how many.
+    """Fill every adapter of this process with its pieces of whole tensors, one layer at a time; returns how many.
 
     Args:
         adapters: of this process.
-        read_layer: gives the matrices of a layer by the names of `ckptrain.config.linear.weight_names`.
+        read_layer: gives matrices and magnitudes of a layer by the names of `ckptrain.config.linear`.
 
     Raises:
-        RestoreMismatch: there is no such matrix, or it is of another shape; adapters before it are filled already.
+        RestoreMismatch: there is no such tensor, or it is of another shape; adapters before it are filled already.
     """
     ordered = sorted(adapters, key=_layer_number)
     for layer, of_layer in itertools.groupby(ordered, key=_layer_number):

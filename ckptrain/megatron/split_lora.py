@@ -13,47 +13,68 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.canonical_lora import ModuleDict
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.utils import ParallelLinearAdapter, get_adapter_attributes_from_linear
+from megatron.bridge.peft.utils import AdapterAttributes, ParallelLinearAdapter, get_adapter_attributes_from_linear
 from torch import Tensor, nn
 
 from ckptrain.config.modules import FUSED, SPLIT, split_names
 
 
+@attrs.frozen(kw_only=True)
+class Parts:
+    """How the parts of a layer lie in its output features on this process: in blocks, side by side within each."""
+
+    widths: Mapping[str, int]
+    """Output features of every part within one block, in order, by what its adapter is called."""
+    groups: int
+    """How many blocks there are: this process's key-value heads for q, k and v, one for gate and up."""
+
+    def rows_of(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return each part's rows of a weight, [groups * width, in_features]; views where there is one block."""
+        blocks = weight.unflatten(0, (self.groups, -1)).split(tuple(self.widths.values()), dim=1)
+        return {name: rows.flatten(0, 1) for name, rows in zip(self.widths, blocks, strict=True)}
+
+    def split(self, output: Tensor) -> dict[str, Tensor]:
+        """Return each part of the layer's output, [..., groups * width]; views where there is one block."""
+        blocks = output.unflatten(-1, (self.groups, -1)).split(tuple(self.widths.values()), dim=-1)
+        return {name: part.flatten(-2) for name, part in zip(self.widths, blocks, strict=True)}
+
+    def join(self, changes: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        """Return the whole of the parts' changes, of `output`'s shape; zeros where a part has none."""
+        if len(self.widths) == 1:
+            [change] = changes.values()
+            return change
+        nothing = output.new_zeros(())
+        blocks = [
+            changes[name].unflatten(-1, (self.groups, width))
+            if name in changes
+            else nothing.expand(*output.shape[:-1], self.groups, width)
+            for name, width in self.widths.items()
+        ]
+        return torch.cat(blocks, dim=-1).flatten(-2)
+
+
 class SplitLoRALinear(AdapterWrapper):
     """A fused layer and the adapters of its parts."""
 
-    def __init__(
-        self, to_wrap: nn.Module, adapters: Mapping[str, nn.Module], widths: Mapping[str, int], groups: int
-    ) -> None:
-        """Wrap a layer.
-
-        Args:
-            to_wrap: the layer; its output features are `groups` blocks, in each of which the parts lie side by side.
-            adapters: of the parts that have one, by name.
-            widths: output features of every part within one block, by its adapter's name, in order.
-            groups: how many blocks this process has: its key-value heads for q, k and v, one for gate and up.
-        """
+    def __init__(self, to_wrap: nn.Module, adapters: Mapping[str, nn.Module], parts: Parts) -> None:
+        """Wrap a layer whose output features are `parts`; some of them have an adapter."""
         super().__init__(to_wrap, ModuleDict(adapters))
-        self.widths, self.groups = dict(widths), groups
+        self.parts = parts
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output with the adapters', [..., output features of this process], and its bias."""
         output, bias, inputs = self.base_linear_forward(x, *args, **kwargs)
         if not self._adapter_enabled:
             return output, bias
-        blocks = [self._part(name, width, inputs, *args, **kwargs) for name, width in self.widths.items()]
-        return output + torch.cat(blocks, dim=-1).flatten(-2), bias
-
-    def _part(self, name: str, width: int, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return one part's change, [..., groups, width]; zeros where it has no adapter."""
-        if name in self.adapter:
-            output: Tensor = self.adapter_forward(self.adapter[name], inputs, *args, **kwargs)
-            return output.unflatten(-1, (self.groups, width))
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], self.groups, width)
+        changes = {
+            name: self.adapter_forward(adapter, inputs, *args, **kwargs) for name, adapter in self.adapter.items()
+        }
+        return output + self.parts.join(changes, output), bias
 
 
 def split_lora(module: Any, full_name: str, parts: Sequence[str], lora: LoRA, *, is_expert: bool) -> SplitLoRALinear:
@@ -68,35 +89,56 @@ def split_lora(module: Any, full_name: str, parts: Sequence[str], lora: LoRA, *,
     """
     place, _, fused = full_name.rpartition(".")
     found = get_adapter_attributes_from_linear(module, is_expert=is_expert)
+    size = 1 if is_expert else module.config.tensor_model_parallel_size
+    layout = fused_parts(module, fused, found.out_features, size)
+    adapters = {
+        SPLIT[short].adapter: ParallelLinearAdapter(
+            found.in_features,
+            layout.widths[SPLIT[short].adapter] * layout.groups * size,
+            # Bridge saves what has linear_fc1 in its name as gate and up in one; this is one of them.
+            base_linear_name=f"{place}.{SPLIT[short].part}",
+            is_expert=is_expert,
+            **adapter_settings(module, found, lora),
+        )
+        for short in parts
+    }
+    return SplitLoRALinear(module, adapters, layout)
+
+
+def fused_parts(module: Any, fused: str, out_features: int, size: int) -> Parts:
+    """Return how the parts of a fused layer lie on this process.
+
+    Args:
+        module: the layer.
+        fused: its short name, linear_qkv or linear_fc1.
+        out_features: of the whole layer.
+        size: over how many processes they are split.
+    """
     config = module.config
-    size = 1 if is_expert else config.tensor_model_parallel_size
     if fused == "linear_qkv":
         groups = config.num_query_groups // size
         shared = config.num_attention_heads // config.num_query_groups
         in_block = [shared * config.kv_channels, config.kv_channels, config.kv_channels]
     else:
-        groups, in_block = 1, [found.out_features // size // 2] * 2
+        groups, in_block = 1, [out_features // size // 2] * 2
     names = split_names(fused)
-    widths = dict(zip((names[part] for part in FUSED[fused]), in_block, strict=True))
-    adapters = {
-        SPLIT[short].adapter: ParallelLinearAdapter(
-            found.in_features,
-            widths[short] * groups * size,
-            lora.dim,
-            # Bridge saves what has linear_fc1 in its name as gate and up in one; this is one of them.
-            base_linear_name=f"{place}.{SPLIT[short].part}",
-            activation="identity",
-            column_init_method=lora.lora_A_init_method,
-            row_init_method=lora.lora_B_init_method,
-            dropout=lora.dropout,
-            dropout_position=lora.dropout_position,
-            model_parallel_config=config,
-            alpha=lora.alpha,
-            is_expert=is_expert,
-            disable_tensor_parallel_comm=found.disable_tensor_parallel_comm,
-            disable_sequence_parallel_comm=found.disable_sequence_parallel_comm,
-            base_linear_is_parallel=found.base_linear_is_parallel,
-        )
-        for short in parts
+    adapters = (SPLIT[names[part]].adapter for part in FUSED[fused])
+    return Parts(widths=dict(zip(adapters, in_block, strict=True)), groups=groups)
+
+
+def adapter_settings(module: Any, found: AdapterAttributes, lora: LoRA) -> dict[str, Any]:
+    """Return what Megatron-Bridge's adapter is told of a layer besides its name and dimensions."""
+    return {
+        "dim": lora.dim,
+        "activation": "identity",
+        "column_init_method": lora.lora_A_init_method,
+        "row_init_method": lora.lora_B_init_method,
+        "input_is_parallel": found.input_is_parallel,
+        "dropout": lora.dropout,
+        "dropout_position": lora.dropout_position,
+        "model_parallel_config": module.config,
+        "alpha": lora.alpha,
+        "disable_tensor_parallel_comm": found.disable_tensor_parallel_comm,
+        "disable_sequence_parallel_comm": found.disable_sequence_parallel_comm,
+        "base_linear_is_parallel": found.base_linear_is_parallel,
     }
-    return SplitLoRALinear(module, adapters, {SPLIT[short].adapter: width for short, width in widths.items()}, groups)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ckptrain.data.batches import MicroBatch
+from ckptrain.megatron.dora import norms_kept
 from ckptrain.megatron.platform import enter_platform
 
 
@@ -105,15 +106,16 @@ def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bool, forward: Any) -> list[Any]:
-    results: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=batches[0].tokens.shape[1],
-        micro_batch_size=1,  # a micro-batch is one flat row of packed sequences
-        forward_only=forward_only,
-    )
+    with norms_kept(model):
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=1,  # a micro-batch is one flat row of packed sequences
+            forward_only=forward_only,
+        )
     return results
 
 

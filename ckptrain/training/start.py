@@ -18,7 +18,7 @@ import attrs
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
-from ckptrain.config.checks import unproven
+from ckptrain.config.checks import config_problems, unproven
 from ckptrain.config.estimate import checkpoint_bytes
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
@@ -83,6 +83,8 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
     base = fetch(locate_base(config.model))
     shape = read_shape(base)
     config, notes = _with_kind(config, shape, run_dir)
+    if problems := config_problems(config, check_inputs=False):  # what `auto` turned out to be may not go with the rest
+        raise ConfigError("the configuration contradicts what it starts from", problems)
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
     validation = config.data.validation

@@ -52,6 +52,32 @@ def test_the_adapters_of_a_fused_layer_are_those_of_peft_stacked(dense: ModelSha
     assert len(ours) == dense.num_layers * 4 * 2
 
 
+def test_dora_has_the_parameters_of_peft(config: Build, dense: ModelShape) -> None:
+    """Name for name as many values; magnitudes are float32 beside bfloat16 matrices, and then have no masters."""
+    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    hf_config = transformers.LlamaConfig(
+        hidden_size=dense.hidden_size,
+        intermediate_size=dense.ffn_hidden_size,
+        num_hidden_layers=dense.num_layers,
+        num_attention_heads=dense.num_heads,
+        num_key_value_heads=dense.num_kv_heads,
+        vocab_size=dense.vocab_size,
+    )
+    with torch.device("meta"):
+        model = peft.get_peft_model(
+            transformers.LlamaForCausalLM(hf_config), peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+        )
+    theirs = {name: tensor.numel() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    built = config("lora.kind=dora", "lora.dim=4", "model.dtype=bfloat16")
+    targets = resolve_targets(built.lora, dense)
+    ours = {name: math.prod(size) for name, size in adapter_tensors(dense, built.lora, targets).items()}
+    assert sorted(ours.values()) == sorted(theirs.values())
+    magnitudes = sum(count for name, count in theirs.items() if "magnitude" in name)
+    matrices = sum(theirs.values()) - magnitudes
+    size = checkpoint_bytes(built, dense, targets)
+    assert (size.adapter, size.optimizer) == (2 * matrices + 4 * magnitudes, 12 * matrices + 8 * magnitudes)
+
+
 def test_every_expert_has_an_adapter_of_its_own(moe: ModelShape) -> None:
     """Named by its global number."""
     lora = LoraConfig(dim=2, target_modules=("linear_fc1", "linear_fc2"))

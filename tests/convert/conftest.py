@@ -96,8 +96,12 @@ def _config(base: Path, directory: Path, *overrides: str) -> RunConfig:
     return load_config(fixed, [f"data.sequence_length={_SMALL['max_position_embeddings']}", *overrides])
 
 
-def random_adapter(modules: tuple[str, ...], rank: int, shape: ModelShape, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_adapter(
+    modules: tuple[str, ...], rank: int, shape: ModelShape, seed: int = 0, *, magnitudes: bool = False
+) -> dict[str, torch.Tensor]:
     """Draw A and B of each module as a run stores them: in one tensor over all layers where all layers have them.
+
+    With `magnitudes` there are those of DoRA too, about as large as rows of the bases here.
 
     Names and sizes are written out here once more, on purpose.
     """
@@ -138,6 +142,8 @@ def random_adapter(modules: tuple[str, ...], rank: int, shape: ModelShape, seed:
             for half, size in (("linear_in", (rank, in_features)), ("linear_out", (out_features, rank))):
                 whole = torch.randn(*over_layers, *experts, *size, generator=generator)
                 adapter[f"{start}.{stored}.{half}.weight"] = whole * 0.1
+            if magnitudes:
+                adapter[f"{start}.{stored}.magnitude"] = torch.rand(*over_layers, out_features, generator=generator) + 1
     return adapter
 
 
@@ -153,7 +159,8 @@ def save(tmp_path: Path) -> Save:
     ) -> CommittedCheckpoint:
         config = _config(base.path, tmp_path, "lora.dim=4", "lora.alpha=12", *overrides)
         modules = resolve_targets(config.lora, base.shape).modules
-        adapter = change(random_adapter(modules, config.lora.dim, base.shape))
+        magnitudes = config.lora.kind == "dora"
+        adapter = change(random_adapter(modules, config.lora.dim, base.shape, magnitudes=magnitudes))
         store = CheckpointStore(tmp_path / "run")
         staging = store.stage(step)
         written = save_tensors(adapter, staging / "adapter")

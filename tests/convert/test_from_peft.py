@@ -22,6 +22,7 @@ from ckptrain.convert.to_peft import Export, export_adapter
 from ckptrain.errors import CheckpointDamaged, CheckpointNotFound, CkptrainError, ConfigError, ProblemsError
 
 BaseOf = Callable[[str], Any]
+LAYER = "base_model.model.model.layers"
 
 
 def there_and_back(peft: Path, tmp_path: Path, **how: Any) -> tuple[Import, Export]:
@@ -51,6 +52,105 @@ def test_there_and_back_has_the_same_bits_and_the_same_logits(
     assert same_tensors(peft, exported.path)
     config = json.loads((exported.path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 12, sorted(EVERY))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_dora_there_and_back_has_the_same_bits_and_the_same_logits(
+    family: str, base_of: BaseOf, tmp_path: Path
+) -> None:
+    """With magnitudes that are not the norms; Qwen2's biases are not scaled."""
+    peft = write_peft(tmp_path / "peft", base_of(family).load(), use_dora=True)
+    imported, exported = there_and_back(peft, tmp_path)
+    assert imported.kind == "dora"
+    assert any("lora.kind is auto: dora, because it has magnitudes" in note for note in imported.notes)
+    assert exported.gate is not None
+    assert exported.gate.difference < exported.gate.allowed / 5
+    assert exported.gate.effect > 50 * exported.gate.allowed
+    assert same_tensors(peft, exported.path)
+    assert exported.tensors == 4 * 7 * 3
+    assert json.loads((exported.path / "adapter_config.json").read_text())["use_dora"] is True
+
+
+@pytest.mark.parametrize("targets", [["k_proj", "down_proj"], ["up_proj"]])
+def test_dora_of_parts_in_some_layers_alone(targets: list[str], base_of: BaseOf, tmp_path: Path) -> None:
+    """The other parts of a fused layer stay the base's."""
+    peft = write_peft(tmp_path / "peft", base_of("qwen2").load(), targets, use_dora=True, layers_to_transform=[0, 3])
+    imported, exported = there_and_back(peft, tmp_path)
+    assert imported.kind == "dora"
+    assert same_tensors(peft, exported.path)
+
+
+def test_dora_of_the_attention_of_a_mixture_of_experts(base_of: BaseOf, tmp_path: Path) -> None:
+    """The experts themselves have none."""
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    peft = write_peft(tmp_path / "peft", base_of("qwen3_moe").load(), targets, use_dora=True)
+    imported, exported = there_and_back(peft, tmp_path)
+    assert imported.kind == "dora"
+    assert same_tensors(peft, exported.path)
+
+
+@pytest.mark.parametrize("kind", ["lora", "canonical"])
+def test_magnitudes_are_never_left_out(kind: str, base_of: BaseOf, tmp_path: Path) -> None:
+    """Asked for as LoRA, which has no place for them; and DoRA is not made of what has none."""
+    peft = write_peft(tmp_path / "peft", base_of("llama").load(), use_dora=True)
+    with pytest.raises(ProblemsError, match=r"only DoRA holds; set lora\.kind=dora, or auto, which chooses it"):
+        import_adapter(peft, tmp_path / "out", kind=kind)
+    plain = write_peft(tmp_path / "plain", base_of("llama").load())
+    with pytest.raises(ProblemsError, match=r"it has no magnitudes; set lora\.kind=canonical, or auto"):
+        import_adapter(plain, tmp_path / "out", kind="dora")
+    assert import_adapter(peft, tmp_path / "out", kind="dora").kind == "dora"
+
+
+REFUSED_DORA: dict[str, tuple[Callable[..., Any], str]] = {
+    "missing": (
+        lambda tensors: {name: t for name, t in tensors.items() if "layers.2.self_attn.o_proj.lora_mag" not in name},
+        r"layers\.2\.self_attn\.o_proj\.lora_magnitude_vector is missing",
+    ),
+    "there twice": (
+        lambda tensors: {**tensors, f"{LAYER}.1.self_attn.o_proj.lora_magnitude_vector.default.weight": torch.ones(64)},
+        r"lora_magnitude_vector\.default\.weight is there a second time, as .*o_proj\.lora_magnitude_vector",
+    ),
+    "of another width": (
+        lambda tensors: {**tensors, f"{LAYER}.1.self_attn.o_proj.lora_magnitude_vector": torch.ones(48)},
+        r"o_proj\.lora_magnitude_vector is \[48\], expected \[64\]",
+    ),
+    "of a layer without matrices": (
+        lambda tensors: {**tensors, f"{LAYER}.1.self_attn.q_proj.lora_magnitude_vector": torch.ones(64)},
+        r"q_proj\.lora_A\.weight is missing",
+    ),
+    "of an expert": (
+        lambda tensors: {**tensors, f"{LAYER}.1.mlp.experts.0.up_proj.lora_magnitude_vector": torch.ones(32)},
+        "the base has 0 experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DORA)
+def test_magnitudes_are_accounted_for(case: str, base_of: BaseOf, tmp_path: Path) -> None:
+    """Every one is there, fits, and belongs to matrices."""
+    change, words = REFUSED_DORA[case]
+    base = base_of("llama").load()
+    peft = change_weights(write_peft(tmp_path / "peft", base, ["o_proj"], use_dora=True), change)
+    with pytest.raises(ProblemsError, match=words):
+        import_adapter(peft, tmp_path / "out")
+
+
+def test_dora_of_experts_is_refused(base_of: BaseOf, tmp_path: Path) -> None:
+    """PEFT has none of stacked experts; a file that says so all the same is not read."""
+    base = base_of("qwen3_moe")
+    peft = change_config(write_peft(tmp_path / "peft", base.load(), ["o_proj"]), use_dora=True)
+    at = f"{LAYER}.0.mlp.experts.1.up_proj"
+    change_weights(
+        peft,
+        lambda tensors: {
+            **tensors,
+            f"{at}.lora_A.weight": torch.zeros(4, 64),
+            f"{at}.lora_B.weight": torch.zeros(32, 4),
+            f"{at}.lora_magnitude_vector": torch.ones(32),
+        },
+    )
+    with pytest.raises(ProblemsError, match=r"experts\.1\.up_proj is adapted, .* has no DoRA of experts"):
+        import_adapter(peft, tmp_path / "out")
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["up_proj"], ["o_proj", "down_proj"]])
@@ -137,7 +237,7 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "without alpha": ({"lora_alpha": None}, "lora_alpha is missing"),
     "without effect": ({"lora_alpha": 0}, "lora_alpha is 0, expected a number above 0"),
     "without rank": ({"r": None}, "r is missing"),
-    "DoRA": ({"use_dora": True}, "use_dora is true: DoRA"),
+    "DoRA without magnitudes": ({"use_dora": True}, r"o_proj\.lora_magnitude_vector is missing"),
     "rank pattern": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is .*: a rank of its own"),
     "alpha pattern": ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is .*: a scale of its own"),
     "biases": ({"bias": "all"}, "bias is \"all\", expected 'none'"),
@@ -167,7 +267,6 @@ def beside(key: str, *size: int) -> Callable[[dict[str, torch.Tensor]], dict[str
     return lambda tensors: {**tensors, key: torch.zeros(size)}
 
 
-LAYER = "base_model.model.model.layers"
 REFUSED_WEIGHTS: dict[str, tuple[Callable[..., Any], str]] = {
     "half missing": (
         without("layers.2.self_attn.o_proj.lora_B"),
@@ -175,7 +274,7 @@ REFUSED_WEIGHTS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "magnitudes": (
         beside(f"{LAYER}.0.self_attn.o_proj.lora_magnitude_vector", 64),
-        r"lora_magnitude_vector is a magnitude of DoRA",
+        r"lora_magnitude_vector is a magnitude of DoRA, and use_dora is not true",
     ),
     "output layer": (
         beside("base_model.model.lm_head.lora_A.weight", 4, 64),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,18 @@ Save = Callable[..., CommittedCheckpoint]
 ALL_LINEAR = "lora.target_modules=[all-linear]"
 
 
-@pytest.mark.parametrize("kind", ["lora", "canonical"])
+@pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_right_export_and_a_right_merge_get_through(
     family: str, kind: str, base_of: BaseOf, save: Save, tmp_path: Path
 ) -> None:
-    """Logits agree to float32's rounding, the effect is large, and both are written beside what they are about."""
-    checkpoint = save(base_of(family), ALL_LINEAR, f"lora.kind={kind}")
+    """Logits agree to float32's rounding, the effect is large, and both are written beside what they are about.
+
+    Qwen2 has biases, which DoRA does not scale; of a mixture of experts it adapts the attention alone.
+    """
+    has_dora_experts = kind == "dora" and family == "qwen3_moe"
+    targets = "lora.target_modules=[linear_qkv, linear_proj]" if has_dora_experts else ALL_LINEAR
+    checkpoint = save(base_of(family), targets, f"lora.kind={kind}")
 
     def on_rank() -> tuple[Any, Any]:
         exported = export_adapter(checkpoint.path, tmp_path / "adapter", verify=True)
@@ -98,12 +104,65 @@ def test_keys_that_peft_drops_are_caught(
         launch(1, lambda: export_adapter(checkpoint.path, tmp_path / "out", verify=True))
 
 
+def swap_magnitudes(adapter: dict[str, torch.Tensor], one: str, other: str) -> dict[str, torch.Tensor]:
+    """Exchange the magnitudes of two layers."""
+    names = [next(name for name in adapter if f".{layer}.magnitude" in name) for layer in (one, other)]
+    return {**adapter, names[0]: adapter[names[1]], names[1]: adapter[names[0]]}
+
+
+@pytest.mark.parametrize("layers", [("adapter_k", "adapter_v"), ("adapter_gate", "adapter_up")])
+def test_magnitudes_of_another_layer_are_caught(
+    layers: tuple[str, str], base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two vectors of the same shape exchanged on the way out: nothing is written."""
+    from ckptrain.convert.checkpoint_source import CheckpointSource
+
+    checkpoint = save(base_of("qwen2"), ALL_LINEAR, "lora.kind=dora")
+    right = CheckpointSource.layers
+
+    @contextlib.contextmanager
+    def swapped(source: CheckpointSource) -> Iterator[Any]:
+        with right(source) as read:
+            yield lambda layer: swap_magnitudes(read(layer), *layers)
+
+    for module, verb in ((export_module, export_adapter), (merge_module, merge_adapter)):
+
+        def attempt(module: Any = module, verb: Any = verb) -> None:
+            compare = module._compare
+
+            def compare_unspoilt(*args: Any, **how: Any) -> Any:
+                monkeypatch.setattr(CheckpointSource, "layers", right)
+                return compare(*args, **how)
+
+            monkeypatch.setattr(module, "_compare", compare_unspoilt)
+            monkeypatch.setattr(CheckpointSource, "layers", swapped)
+            verb(checkpoint.path, tmp_path / "out", verify=True)
+
+        with pytest.raises(AdapterMismatch, match=r"differ by .* from those under Megatron"):
+            launch(1, attempt)
+        assert not (tmp_path / "out").exists()
+
+
+def test_magnitudes_alone_are_an_effect(base_of: BaseOf, save: Save, tmp_path: Path) -> None:
+    """B is zero and the rows have other lengths than the base's: not called an adapter that does nothing."""
+
+    def without_b(adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(t) if "linear_out" in name else t for name, t in adapter.items()}
+
+    checkpoint = save(base_of("llama"), "lora.kind=dora", change=without_b)
+    [result] = launch(1, lambda: export_adapter(checkpoint.path, tmp_path / "out", verify=True))
+    assert result.gate.effect > 50 * result.gate.allowed
+    assert "no more than the lengths of the base's rows" in result.warning
+
+
 def test_a_scale_that_is_off_is_caught_in_a_merge(
     base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alpha without the rank under it."""
     right = merge_module.merged
-    monkeypatch.setattr(merge_module, "merged", lambda weight, a, b, scale: right(weight, a, b, scale * a.shape[0]))
+    monkeypatch.setattr(
+        merge_module, "merged", lambda weight, a, b, m, scale: right(weight, a, b, m, scale=scale * a.shape[0])
+    )
     checkpoint = save(base_of("qwen3"))
     with pytest.raises(AdapterMismatch, match="differ by"):
         launch(1, lambda: merge_adapter(checkpoint.path, tmp_path / "out", verify=True))

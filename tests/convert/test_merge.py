@@ -31,11 +31,15 @@ def state_of(path: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_merged_weights_are_those_of_peft(base_of: BaseOf, save: Save, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [*((family, "lora") for family in FAMILIES), ("llama", "dora"), ("qwen2", "dora")]
+)
+def test_the_merged_weights_are_those_of_peft(
+    base_of: BaseOf, save: Save, tmp_path: Path, family: str, kind: str
+) -> None:
     """Exported, loaded by PEFT and merged there: the same weights up to the last bits of float32, in every family."""
     base = base_of(family)
-    checkpoint = save(base, ALL_LINEAR)
+    checkpoint = save(base, ALL_LINEAR, f"lora.kind={kind}")
     result = merge_adapter(checkpoint.path, tmp_path / "merged")
     export_adapter(checkpoint.path, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(base.load(), tmp_path / "adapter").merge_and_unload().state_dict()
@@ -62,10 +66,10 @@ def copy_of(base: Any, path: Path, **how: Any) -> Path:
 def copied(base_of: BaseOf, save: Save, tmp_path: Path) -> Callable[..., CommittedCheckpoint]:
     """Return a maker of a checkpoint that was trained on a copy of the tiny Llama."""
 
-    def make(**how: Any) -> CommittedCheckpoint:
+    def make(*overrides: str, **how: Any) -> CommittedCheckpoint:
         base = base_of("llama")
         path = copy_of(base, tmp_path / "base", **how)
-        return save(type(base)(path=path, shape=base.shape))
+        return save(type(base)(path=path, shape=base.shape), *overrides)
 
     return make
 
@@ -101,6 +105,24 @@ def test_half_precision_is_rounded_once(copied: Callable[..., CommittedCheckpoin
     assert not torch.equal(after[f"{name}.weight"], weight + update.bfloat16())
 
 
+def test_rows_with_magnitudes_are_rounded_once_too(copied: Callable[..., CommittedCheckpoint], tmp_path: Path) -> None:
+    """Of a bfloat16 base: (m / n) (W + s B A) in float32, where PEFT's own merge would round several times."""
+    checkpoint = copied("lora.kind=dora", dtype=torch.bfloat16)
+    merge_adapter(checkpoint.path, tmp_path / "merged")
+    export_adapter(checkpoint.path, tmp_path / "adapter")
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    name = "model.layers.1.self_attn.k_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"].double() for half in "AB")
+    rows = before[f"{name}.weight"].double() + 12 / 4 * (b @ a)
+    rows *= (adapter[f"base_model.model.{name}.lora_magnitude_vector"].double() / rows.norm(dim=1))[:, None]
+    found = after[f"{name}.weight"]
+    assert found.dtype is torch.bfloat16
+    # float32 against float64 may round to the other neighbour where a number lies between two.
+    assert (found != rows.bfloat16()).sum() <= 2
+    torch.testing.assert_close(found.double(), rows, rtol=2**-8, atol=0.0)
+
+
 def test_the_type_can_be_chosen(copied: Callable[..., CommittedCheckpoint], tmp_path: Path) -> None:
     """All weights get it, and config.json says so."""
     merge_adapter(copied().path, tmp_path / "merged", dtype="bfloat16")
@@ -111,7 +133,13 @@ def test_the_type_can_be_chosen(copied: Callable[..., CommittedCheckpoint], tmp_
 def test_merging_is_the_formula() -> None:
     """W + s B A, with numbers that can be checked by eye."""
     weight, a, b = torch.ones(2, 3), torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0], [10.0]])
-    assert merged(weight, a, b, 2.0).tolist() == [[3.0, 5.0, 7.0], [21.0, 41.0, 61.0]]
+    assert merged(weight, a, b, scale=2.0).tolist() == [[3.0, 5.0, 7.0], [21.0, 41.0, 61.0]]
+
+
+def test_merging_dora_is_the_formula() -> None:
+    """Each row of W + s B A, scaled to its magnitude: 3 and 4 have length 5."""
+    weight, a, b = torch.tensor([[2.0, 2.0], [4.0, 4.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5], [1.0]])
+    assert merged(weight, a, b, torch.tensor([10.0, 5.0]), scale=2.0).tolist() == [[6.0, 8.0], [3.0, 4.0]]
 
 
 def refused(error: type[CkptrainError], words: str, checkpoint: CommittedCheckpoint, out: Path) -> None:

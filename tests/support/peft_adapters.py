@@ -15,13 +15,15 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def write_peft(directory: Path, model: Any, targets: list[str] | str = EVERY, **settings: Any) -> Path:
-    """Let PEFT make and save an adapter with random matrices."""
+    """Let PEFT make and save an adapter with random matrices, and magnitudes that are off by a third."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": targets, "task_type": "CAUSAL_LM", **settings})
     adapted = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(1 + torch.randn(parameter.shape, generator=generator) / 3)
+            elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     adapted.save_pretrained(directory)
     return directory

@@ -26,15 +26,16 @@ ONE_STEP = ("train.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[str, Path]:
-    """Return two adapters of all linear layers by kind: with one A in each fused layer, and with an A for each part."""
+    """Return adapters of all linear layers by kind: one A in each fused layer, an A for each part, and magnitudes too."""
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     directory = tmp_path_factory.mktemp("adapters")
     canonical = write_peft(directory / "canonical", base, EVERY)
     fused = change_weights(write_peft(directory / "lora", AutoModelForCausalLM.from_pretrained(tiny_llama)), share_a)
-    return {"canonical": canonical, "lora": fused}
+    dora = write_peft(directory / "dora", AutoModelForCausalLM.from_pretrained(tiny_llama), use_dora=True)
+    return {"canonical": canonical, "lora": fused, "dora": dora}
 
 
-@pytest.mark.parametrize("kind", ["canonical", "lora"])
+@pytest.mark.parametrize("kind", ["canonical", "lora", "dora"])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
 def test_an_adapter_goes_in_and_comes_out_as_it_was(
     kind: str,
@@ -62,10 +63,11 @@ def test_an_adapter_goes_in_and_comes_out_as_it_was(
     assert (resumed.plan.kind, resumed.plan.step) == ("Resume", 4)
 
 
+@pytest.mark.parametrize("kind", ["canonical", "dora"])
 def test_layouts_train_the_same_adapter(
-    tiny_config: Callable[..., RunConfig], adapters: dict[str, Path], tmp_path: Path
+    kind: str, tiny_config: Callable[..., RunConfig], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Losses and gradient norms of canonical LoRA agree at one process, TP=2, PP=2 and DP=2."""
+    """Losses and gradient norms agree at one process, TP=2, PP=2 and DP=2."""
     curves = []
     for name, (world, overrides) in {
         "one": (1, ()),
@@ -73,7 +75,7 @@ def test_layouts_train_the_same_adapter(
         "pipeline": (2, ("parallel.pipeline=2",)),
         "data": (2, ()),
     }.items():
-        config = tiny_config(*FITTING, "train.steps=4", *overrides, adapter=str(adapters["canonical"]))
+        config = tiny_config(*FITTING, "train.steps=4", *overrides, adapter=str(adapters[kind]))
         launch(world, lambda config=config, name=name: run_training(config, tmp_path / name))
         lines = map(orjson.loads, (tmp_path / name / "metrics.jsonl").open("rb"))
         curves.append([line[key] for line in lines if "loss" in line for key in ("loss", "grad_norm")])
@@ -143,4 +145,26 @@ def test_asking_for_the_fused_kind_is_refused_where_it_cannot_hold_the_adapter(
     """It names the first layer whose parts differ."""
     config = tiny_config(*FITTING, "lora.kind=lora", adapter=str(adapters["canonical"]))
     with pytest.raises(ProblemsError, match=r"have an A of their own; set lora\.kind=canonical, or auto"):
+        decide_start(survey_run(config, 1), tmp_path / "run", read_contents=False)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "asked", "words"),
+    [
+        ("dora", "canonical", r"only DoRA holds; set lora\.kind=dora, or auto"),
+        ("dora", "lora", r"only DoRA holds; set lora\.kind=dora, or auto"),
+        ("canonical", "dora", r"it has no magnitudes; set lora\.kind=canonical, or auto"),
+    ],
+)
+def test_magnitudes_are_neither_left_out_nor_made_up(
+    adapter: str,
+    asked: str,
+    words: str,
+    tiny_config: Callable[..., RunConfig],
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """A kind that contradicts the adapter is refused before anything is loaded."""
+    config = tiny_config(*FITTING, f"lora.kind={asked}", adapter=str(adapters[adapter]))
+    with pytest.raises(ProblemsError, match=words):
         decide_start(survey_run(config, 1), tmp_path / "run", read_contents=False)
