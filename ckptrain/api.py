@@ -215,8 +215,8 @@ def import_adapter(
     `base` is the base model where the adapter names none, or one that is not on this machine; `kind` as `lora.kind`.
 
     Raises:
-        ProblemsError: the adapter cannot be held, or does not fit the base; every reason is listed.
-        CkptrainError: it is damaged, the base is not here, or `out` exists.
+        ConfigError: the adapter cannot be held, or does not fit the base, every reason is listed; or that is not here.
+        CkptrainError: it is damaged, or `out` exists.
     """
     from ckptrain.convert.from_peft import import_adapter as write
 

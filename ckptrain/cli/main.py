@@ -345,10 +345,10 @@ def merge(
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--kind",
-    type=click.Choice(["auto", "lora", "canonical"]),
+    type=click.Choice(["auto", "lora", "canonical", "dora"]),
     default="auto",
     show_default=True,
-    help="lora shares an A among q, k and v, and gate and up; canonical gives each its own; auto is lora where it can.",
+    help="What it is read as, as lora.kind; auto is what it is, and lora where the parts of fused layers share an A.",
 )
 @_base_option
 @_json_option()

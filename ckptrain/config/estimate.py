@@ -138,7 +138,8 @@ def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layou
 
     Whole on each process (or split by t under sequence parallelism): the inputs of both norms and of both
     column-parallel layers, 4 x hidden. Split by t: q, k, v and the attention's output; gate, up, silu(gate) and their
-    product, 4 x MLP width (each token visits `experts_per_token` experts). Attention keeps no scores on either backend.
+    product, 4 x MLP width (each token visits `experts_per_token` experts). Attention keeps no scores, but for the
+    families that `ModelShape.keeps_scores` names: two of every head and pair of tokens, of sequences as long as a row.
     """
     whole = 4 * shape.hidden_size
     attention = shape.qkv_size + shape.num_heads * shape.head_dim
@@ -147,8 +148,9 @@ def _layer_activation_values(config: RunConfig, shape: ModelShape, layout: Layou
         mlp = shape.experts_per_token * (4 * shape.moe_ffn_hidden_size + shape.hidden_size) * layout.tensor
     else:
         mlp = 4 * shape.ffn_hidden_size
+    scores = 2 * shape.num_heads * config.data.sequence_length if shape.keeps_scores else 0
     whole_split = layout.tensor if config.parallel.sequence else 1
-    return tokens * (whole // whole_split + (attention + mlp) // layout.tensor)
+    return tokens * (whole // whole_split + (attention + mlp + scores) // layout.tensor)
 
 
 def _adapter_dtype(config: RunConfig) -> str:

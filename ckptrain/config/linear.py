@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ckptrain.config.modules import SPLIT, fused_name
 from ckptrain.config.shape import ModelShape
 
@@ -69,3 +71,9 @@ def magnitude_shape(module: str, shape: ModelShape) -> tuple[int, ...]:
 def is_magnitude(name: str) -> bool:
     """Tell whether a tensor of an adapter is one of magnitudes, by its name."""
     return name.endswith(f".{MAGNITUDE}")
+
+
+def short_names(modules: tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
+    """Return how `lora.target_modules` names modules: short where all layers have them, otherwise every full name."""
+    layers = Counter(module.rpartition(".")[2] for module in modules)
+    return tuple(layers) if all(count == shape.num_layers for count in layers.values()) else modules

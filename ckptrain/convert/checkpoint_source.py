@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -25,8 +25,11 @@ from ckptrain.config.linear import (
 )
 from ckptrain.config.modules import PARTS, fused_name
 from ckptrain.config.shape import ModelShape
-from ckptrain.convert.source import BaseReference, ReadLayer
+from ckptrain.convert.source import AdapterSource, BaseReference, ReadLayer
 from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # megatron-core stacks a layer's experts in one tensor, [experts, ...], and names the module within the module.
 _EXPERTS = re.compile(r"(?<=\.mlp)\.experts(?=\.)")
@@ -168,6 +171,30 @@ def stored_weights(lora: LoraSpec, shape: ModelShape) -> dict[str, StoredWeight]
                 shape=(shape.num_layers, *size) if stacked else size,
             )
     return found
+
+
+def stored_state(source: AdapterSource, *, stacked: bool) -> dict[str, Tensor]:
+    """Return an adapter's tensors under the names and in the form that megatron-core stores them, all in memory.
+
+    Args:
+        source: the adapter.
+        stacked: a weight that every layer has is one tensor over all of them; otherwise each layer's is one.
+    """
+    import torch
+
+    lora = source.facts.lora
+    weights = stored_weights(lora, source.shape)
+    state: dict[str, Tensor] = {}
+    with source.layers() as read:
+        for layer in sorted({layer_of(module) for module in lora.modules}):
+            for name, matrix in read(layer).items():
+                stored = weights[name]
+                if stacked and stored.has_layer_axis:
+                    state.setdefault(stored.name, torch.empty(stored.shape, dtype=matrix.dtype))[layer].copy_(matrix)
+                else:
+                    of_layer = stored.name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+                    state[of_layer if stored.has_layer_axis else stored.name] = matrix.contiguous()
+    return state
 
 
 def stored_problems(checkpoint: CommittedCheckpoint) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import attrs
 import torch
-from torch import Tensor
 
 import ckptrain
 from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
@@ -18,11 +17,10 @@ from ckptrain.config.base import locate_base
 from ckptrain.config.identity import base_identity
 from ckptrain.config.layout import Layout
 from ckptrain.config.schema import ModelConfig
-from ckptrain.convert.checkpoint_source import layer_of, stored_weights
+from ckptrain.convert.checkpoint_source import stored_state
 from ckptrain.convert.directory import IMPORTED, check_destination, published
 from ckptrain.convert.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from ckptrain.convert.peft_source import PeftSource
-from ckptrain.convert.source import AdapterSource
 from ckptrain.convert.sources import open_source
 from ckptrain.convert.to_peft import check_whole
 from ckptrain.errors import CheckpointNotFound
@@ -57,9 +55,8 @@ def import_adapter(peft: Path, out: Path, *, base: str | None = None, kind: str 
 
     Raises:
         CheckpointNotFound: `peft` is no PEFT adapter.
-        ProblemsError: it cannot be held, or does not fit the base; every reason is listed.
+        ConfigError: it cannot be held, or does not fit the base, every reason is listed; or the base is not here.
         CheckpointDamaged: its weights are cut short, or hold NaN or infinity.
-        ConfigError: the base is not on this machine.
         CkptrainError: `out` is in the way, or cannot be written.
     """
     peft, out = peft.resolve(), out.resolve()
@@ -70,7 +67,7 @@ def import_adapter(peft: Path, out: Path, *, base: str | None = None, kind: str 
     assert isinstance(source, PeftSource)
     check_whole(source, "import")
     with published(out, overwrite=False) as staging:
-        written = save_tensors(_stacked(source), staging / ADAPTER_DIRECTORY)
+        written = save_tensors(stored_state(source, stacked=True), staging / ADAPTER_DIRECTORY)
         fsync_directory(staging / ADAPTER_DIRECTORY)
         manifest = _manifest(source, written)
         (staging / MANIFEST_NAME).write_bytes(manifest.to_json())
@@ -86,22 +83,6 @@ def import_adapter(peft: Path, out: Path, *, base: str | None = None, kind: str 
         base=source.base.name,
         notes=source.facts.notes,
     )
-
-
-def _stacked(source: AdapterSource) -> dict[str, Tensor]:
-    """Return the adapter's tensors as a checkpoint stores them, all in memory."""
-    lora = source.facts.lora
-    weights = stored_weights(lora, source.shape)
-    state: dict[str, Tensor] = {}
-    with source.layers() as read:
-        for layer in sorted({layer_of(module) for module in lora.modules}):
-            for name, tensor in read(layer).items():
-                stored = weights[name]
-                if stored.has_layer_axis:
-                    state.setdefault(stored.name, torch.empty(stored.shape, dtype=tensor.dtype))[layer].copy_(tensor)
-                else:
-                    state[stored.name] = tensor.contiguous()
-    return state
 
 
 def _manifest(source: PeftSource, written: Written) -> Manifest:

@@ -23,7 +23,7 @@ from ckptrain.checkpoint.manifest import printable
 from ckptrain.checkpoint.strict_json import shown
 from ckptrain.config.base import read_json
 from ckptrain.config.shape import ModelShape
-from ckptrain.errors import CheckpointDamaged, ConfigError, ProblemsError
+from ckptrain.errors import CheckpointDamaged, ConfigError
 
 RUN_CONFIG, BACKEND_FILE, TRACKER = "run_config.yaml", "metadata.json", "latest_checkpointed_iteration.txt"
 LORA_TARGET = "megatron.bridge.peft.lora.LoRA"
@@ -120,7 +120,7 @@ def check_format(directory: Path) -> None:
 
     Raises:
         CheckpointDamaged: what is written last is missing.
-        ProblemsError: it is of another format.
+        ConfigError: it is of another format.
     """
     if not (directory / METADATA_NAME).is_file():
         raise CheckpointDamaged(f"{directory} is damaged", [f"it has no {METADATA_NAME}: the save was cut short"])
@@ -134,7 +134,7 @@ def check_format(directory: Path) -> None:
         )
     backend = read_json(directory / BACKEND_FILE).get("sharded_backend")
     if backend != "torch_dist":
-        raise ProblemsError(
+        raise ConfigError(
             f"cannot use {directory}", [f"its format is {shown(backend)}; ckptrain reads megatron-core's torch_dist"]
         )
 
@@ -144,14 +144,14 @@ def read_settings(directory: Path) -> MegatronSettings:
 
     Raises:
         ConfigError: it is not there, or is no YAML of plain values.
-        ProblemsError: it is not of a LoRA adapter that ckptrain can hold; every reason is listed.
+        ConfigError: it is not of a LoRA adapter that ckptrain can hold; every reason is listed.
     """
     path = directory / RUN_CONFIG
     config = _read_yaml(path)
     peft = config.get("peft")
     if not isinstance(peft, dict):
         reason = "peft is empty: it was saved by a training of the whole model, which leaves no adapter"
-        raise ProblemsError(f"cannot use {directory}", [reason])
+        raise ConfigError(f"cannot use {directory}", [reason])
     target, rank, alpha = (peft.get(key) for key in ("_target_", "dim", "alpha"))
     problems = [] if target in _KINDS else [_unknown_kind(target)]
     if type(rank) is not int or rank < 1:
@@ -166,7 +166,7 @@ def read_settings(directory: Path) -> MegatronSettings:
     if not isinstance(model, dict):
         problems.append("model is missing, which says in which layout the adapter was saved")
     if problems:
-        raise ProblemsError(f"cannot use {path}", problems)
+        raise ConfigError(f"cannot use {path}", problems)
     assert isinstance(model, dict)
     assert sizes is not None
     assert isinstance(rank, int)

@@ -104,15 +104,6 @@ def map_tensors(
     return layout, problems or list(_shape_problems(layout, tensors, settings, shape))
 
 
-def short_names(modules: tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
-    """Return how `lora.target_modules` names modules: short where all layers have them, otherwise every full name."""
-    layers: dict[str, int] = {}
-    for module in modules:
-        short = module.rpartition(".")[2]
-        layers[short] = layers.get(short, 0) + 1
-    return tuple(layers) if all(count == shape.num_layers for count in layers.values()) else modules
-
-
 def placement_problems(modules: Sequence[str], shape: ModelShape) -> list[str]:
     """Return which adapters Megatron-Bridge adds at another place than PEFT and ckptrain do."""
     problems = []

@@ -15,7 +15,7 @@ import attrs
 
 from ckptrain.checkpoint.dcp_metadata import METADATA_NAME, DcpTensor, read_foreign_metadata
 from ckptrain.checkpoint.integrity import hash_file
-from ckptrain.config.linear import LORA_A, LORA_B, is_expert, weight_names
+from ckptrain.config.linear import LORA_A, LORA_B, is_expert, short_names, weight_names
 from ckptrain.config.modules import FUSED, PARTS, SPLIT, split_names
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
@@ -37,10 +37,9 @@ from ckptrain.convert.megatron_layout import (
     is_base_tensor,
     map_tensors,
     permuted_by,
-    short_names,
 )
 from ckptrain.convert.source import BaseReference, ReadLayer
-from ckptrain.errors import CheckpointDamaged, CheckpointNotFound, ProblemsError
+from ckptrain.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
 
 if TYPE_CHECKING:
@@ -198,8 +197,8 @@ def open_megatron(
     Raises:
         CheckpointNotFound: it is none of these.
         CheckpointDamaged: it was not saved to the end, or its files cannot hold what they are said to.
-        ProblemsError: it cannot be used with this base or as this kind; every reason is listed.
-        ConfigError: run_config.yaml cannot be read, or what `base_of` raises.
+        ConfigError: it cannot be used with this base or as this kind, every reason is listed; run_config.yaml cannot be
+            read; what `base_of` raises.
     """
     directory = find_iteration(path)
     if directory is None:
@@ -211,7 +210,7 @@ def open_megatron(
     base_tensors = [name for name in metadata.others if is_base_tensor(name)]
     if not metadata.tensors:
         held = "a whole model and no adapter" if base_tensors else "no adapter"
-        raise ProblemsError(f"cannot use {directory}", [f"it holds {held}; expected a checkpoint of a LoRA training"])
+        raise ConfigError(f"cannot use {directory}", [f"it holds {held}; expected a checkpoint of a LoRA training"])
     settings = read_settings(directory)
     base, shape = base_of(settings.base, settings.revision)
     layout, problems = map_tensors(metadata.tensors, settings, shape)
@@ -219,14 +218,14 @@ def open_megatron(
     if problems:
         left = len(problems) - _MOST_PROBLEMS
         listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
-        raise ProblemsError(f"cannot use the adapter {directory} with the base {base.name}", listed)
+        raise ConfigError(f"cannot use the adapter {directory} with the base {base.name}", listed)
     split = sorted({short for module in layout.modules if (short := module.rpartition(".")[2]) in SPLIT})
     why = {
         "lora": f"{', '.join(split)} have an A of their own; set lora.kind=canonical, or auto, which chooses it",
         "dora": "it has no magnitudes; set lora.kind=auto, which chooses what it is",
     }
     if kind == "dora" or (kind == "lora" and split):
-        raise ProblemsError(f"cannot use the adapter {directory} as lora.kind={kind}", [why[kind]])
+        raise ConfigError(f"cannot use the adapter {directory} as lora.kind={kind}", [why[kind]])
     notes = [f"it holds {len(base_tensors)} tensors of the base too, which are not read"] if base_tensors else []
     return MegatronSource(
         path=directory,

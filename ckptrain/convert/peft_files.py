@@ -16,7 +16,7 @@ import attrs
 
 from ckptrain.checkpoint.strict_json import shown
 from ckptrain.config.base import read_json
-from ckptrain.errors import CheckpointDamaged, ProblemsError
+from ckptrain.errors import CheckpointDamaged, ConfigError
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -78,7 +78,7 @@ def read_settings(directory: Path) -> PeftSettings:
 
     Raises:
         ConfigError: it cannot be read.
-        ProblemsError: it is not of a LoRA adapter that ckptrain can hold; every reason is listed.
+        ConfigError: it is not of a LoRA adapter that ckptrain can hold; every reason is listed.
     """
     path = directory / PEFT_CONFIG
     config = read_json(path)
@@ -98,7 +98,7 @@ def read_settings(directory: Path) -> PeftSettings:
     if (start := config.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         problems.append(f"init_lora_weights is {shown(start)}: it changes the base's weights beside the adapter's")
     if problems:
-        raise ProblemsError(f"cannot use {path}", problems)
+        raise ConfigError(f"cannot use {path}", problems)
     assert isinstance(rank, int)
     assert isinstance(alpha, int | float)
     notes, scaled = [], float(alpha)
@@ -106,7 +106,7 @@ def read_settings(directory: Path) -> PeftSettings:
         scaled = alpha * math.sqrt(rank)
         notes.append(f"use_rslora is true: lora.alpha={scaled:g} gives the same scale, {alpha:g} / sqrt({rank})")
     if scaled != int(scaled):
-        raise ProblemsError(
+        raise ConfigError(
             f"cannot use {path}", [f"its scale is {scaled / rank:g}, which is no whole alpha over the rank {rank}"]
         )
     base, revision, version = (config.get(key) for key in ("base_model_name_or_path", "revision", "peft_version"))
@@ -126,14 +126,14 @@ def read_matrices(directory: Path) -> dict[str, StoredMatrix]:
     """Read what tensors adapter_model.safetensors holds, by key; of the numbers none.
 
     Raises:
-        ProblemsError: there is no such file, or it holds something else than matrices of floating point numbers.
+        ConfigError: there is no such file, or it holds something else than matrices of floating point numbers.
         CheckpointDamaged: it is cut short, or not a safetensors file.
     """
     path = directory / PEFT_WEIGHTS
     if not path.is_file():
         others = sorted(file.name for file in directory.glob("adapter_model*"))
         beside = f"; it holds {', '.join(others)}: load it with PEFT and save it with save_pretrained" if others else ""
-        raise ProblemsError(f"cannot use {directory}", [f"it has no {PEFT_WEIGHTS}{beside}"])
+        raise ConfigError(f"cannot use {directory}", [f"it has no {PEFT_WEIGHTS}{beside}"])
     try:
         header, start = _header(path)
         found = {key: _matrix(key, entry, start) for key, entry in header.items() if key != "__metadata__"}

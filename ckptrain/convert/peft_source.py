@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from ckptrain.checkpoint.integrity import hash_file
-from ckptrain.config.linear import features, magnitude_shape
+from ckptrain.config.linear import features, magnitude_name, magnitude_shape, short_names, weight_names
 from ckptrain.config.modules import FUSED, split_names
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
@@ -31,7 +31,7 @@ from ckptrain.convert.peft_files import (
     read_settings,
 )
 from ckptrain.convert.source import BaseReference, ReadLayer
-from ckptrain.errors import ProblemsError
+from ckptrain.errors import ConfigError
 from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PeftSource:
         dtypes = sorted({halves[half].dtype for halves in self.halves.values() for half in "AB"})
         settings = LoraConfig(
             kind=self.kind,
-            target_modules=_short_names(self.modules, self.shape),
+            target_modules=short_names(self.modules, self.shape),
             dim=self.settings.rank,
             alpha=self.settings.alpha,
             dropout=self.settings.dropout,
@@ -139,7 +139,6 @@ class PeftSource:
         """Open the file, and give what reads the matrices of a layer."""
         from safetensors import safe_open
 
-        from ckptrain.config.linear import magnitude_name, weight_names
         from ckptrain.convert.unfuse import fuse, parse_module
 
         with safe_open(self.path / PEFT_WEIGHTS, framework="pt") as file:
@@ -185,9 +184,8 @@ def open_peft(
             otherwise lora wherever that can hold it.
 
     Raises:
-        ProblemsError: it cannot be used with this base or as this kind; every reason is listed.
+        ConfigError: it cannot be used with this base or as this kind, every reason is listed; what `base_of` raises.
         CheckpointDamaged: the weights are cut short.
-        ConfigError: what `base_of` raises.
     """
     settings = read_settings(path)
     matrices = read_matrices(path)
@@ -199,7 +197,7 @@ def open_peft(
     if problems:
         left = len(problems) - _MOST_PROBLEMS
         listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
-        raise ProblemsError(f"cannot use the adapter {path} with the base {base.name}", listed)
+        raise ConfigError(f"cannot use the adapter {path} with the base {base.name}", listed)
     chosen, why = _kind(path, settings, halves, kind)
     notes = (f"lora.kind is auto: {chosen}, because {why}",) if kind == "auto" else ()
     return PeftSource(
@@ -220,7 +218,7 @@ def _kind(
     """Decide what an adapter is held as, and say why.
 
     Raises:
-        ProblemsError: it cannot be what is asked for.
+        ConfigError: it cannot be what is asked for.
     """
     apart = None if settings.has_magnitudes else _why_apart(path / PEFT_WEIGHTS, halves)
     problem = None
@@ -231,7 +229,7 @@ def _kind(
     elif asked == "lora" and apart is not None:
         problem = f"{apart}; set lora.kind=canonical"
     if problem is not None:
-        raise ProblemsError(
+        raise ConfigError(
             f"cannot use the adapter {path} as lora.kind={asked}", [f"{problem}, or auto, which chooses it"]
         )
     if settings.has_magnitudes:
@@ -361,12 +359,3 @@ def _modules(halves: _Halves, kind: str) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(f"decoder.layers.{layer}.{at}.{fused}" for layer, at, fused in (place.group for place in halves))
     )
-
-
-def _short_names(modules: tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
-    """Return how `lora.target_modules` names these: short where all layers have them, otherwise every full name."""
-    layers: dict[str, int] = {}
-    for module in modules:
-        short = module.rpartition(".")[2]
-        layers[short] = layers.get(short, 0) + 1
-    return tuple(layers) if all(count == shape.num_layers for count in layers.values()) else modules

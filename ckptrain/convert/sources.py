@@ -31,8 +31,7 @@ def open_source(
     Raises:
         CheckpointNotFound: it is none of these; the message says what it looks like.
         CheckpointDamaged: it is one, and not whole.
-        ConfigError: the base is needed and not here.
-        ProblemsError: it cannot be used with ckptrain, or with this base; every reason is listed.
+        ConfigError: it cannot be used with ckptrain, or with this base, with every reason; or the base is not here.
     """
     path = path.resolve()
 

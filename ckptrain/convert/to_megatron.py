@@ -7,19 +7,17 @@ state. Nothing of Megatron is needed for it.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import yaml
-from torch import Tensor
 
 from ckptrain.checkpoint.integrity import fsync_directory, fsync_file
 from ckptrain.checkpoint.sharded import save_tensors
 from ckptrain.config.linear import is_expert
-from ckptrain.convert.checkpoint_source import layer_of, stored_weights
+from ckptrain.convert.checkpoint_source import stored_state, stored_weights
 from ckptrain.convert.directory import Kind, check_destination, published, write_json, write_provenance
 from ckptrain.convert.megatron_files import BACKEND_FILE, CANONICAL_TARGET, LORA_TARGET, RUN_CONFIG, TRACKER
 from ckptrain.convert.megatron_layout import placement_problems
@@ -35,7 +33,6 @@ MEGATRON = Kind(
     format="ckptrain-megatron-1",
 )
 
-_STACKED = re.compile(r"(?<=^decoder\.layers)\.")
 # Megatron-Bridge's TrainState (training/state.py): what it does not find there it refuses to load.
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLAGS = ("do_train", "do_valid", "do_test")
@@ -126,28 +123,6 @@ def _check_meaning(source: AdapterSource) -> None:
 def is_stacked(source: AdapterSource) -> bool:
     """Tell whether all that is adapted is so in every layer, so that megatron-core stacks it over the layers."""
     return all(stored.has_layer_axis for stored in stored_weights(source.facts.lora, source.shape).values())
-
-
-def stored_state(source: AdapterSource, *, stacked: bool) -> dict[str, Tensor]:
-    """Return an adapter's tensors under the names and in the form that megatron-core stores them, all in memory.
-
-    Args:
-        source: the adapter.
-        stacked: a weight that every layer has is one tensor over all of them; otherwise each layer's is one.
-    """
-    lora = source.facts.lora
-    weights = stored_weights(lora, source.shape)
-    state: dict[str, Tensor] = {}
-    with source.layers() as read:
-        for layer in sorted({layer_of(module) for module in lora.modules}):
-            for name, matrix in read(layer).items():
-                stored = weights[name]
-                if stacked and stored.has_layer_axis:
-                    state.setdefault(stored.name, torch.empty(stored.shape, dtype=matrix.dtype))[layer].copy_(matrix)
-                else:
-                    own = _STACKED.sub(f".{layer}.", stored.name) if stored.has_layer_axis else stored.name
-                    state[own] = matrix.contiguous()
-    return state
 
 
 def _write_beside(staging: Path, name: str, source: AdapterSource, *, stacked: bool) -> None:

@@ -192,11 +192,7 @@ def added_squares(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) 
         lora_b: B, float32 [rows, rank].
         scale: s.
     """
-    if weight.is_cuda and weight.dtype is torch.bfloat16:
-        # A, of the type that W has, loses nothing, and the products of two such numbers are float32's.
-        product = torch.mm(weight, lora_a.to(weight.dtype).mT, out_dtype=torch.float32)
-    else:
-        product = torch.cat([chunk.float() @ lora_a.mT for chunk in _chunks(weight)])
+    product = torch.cat([chunk.float() @ lora_a.mT for chunk in _chunks(weight)])
     return ((2 * scale * product + scale**2 * (lora_b @ (lora_a @ lora_a.mT))) * lora_b).sum(1)
 
 

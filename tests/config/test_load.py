@@ -316,7 +316,14 @@ def untangled(config: RunConfig) -> RunConfig:
     return attrs.evolve(
         config,
         model=attrs.evolve(config.model, pretrained="org/name", revision=None, adapter="/a", backend="auto"),
-        lora=attrs.evolve(config.lora, enabled=True, exclude_modules=(), lora_A_init_method="xavier", lora_dtype=None),
+        lora=attrs.evolve(
+            config.lora,
+            enabled=True,
+            exclude_modules=(),
+            lora_A_init_method="xavier",
+            lora_dtype=None,
+            dropout=0.0 if config.lora.kind == "dora" else config.lora.dropout,
+        ),
         parallel=attrs.evolve(config.parallel, context=1, sequence=False),
         data=attrs.evolve(config.data, train="/t", validation="/v"),
         optimizer=attrs.evolve(config.optimizer, min_lr=0.0, warmup_steps=0),

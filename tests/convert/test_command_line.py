@@ -67,7 +67,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(base_of: Base
     peft = write_peft(tmp_path / "peft", base_of("llama").load())
     change_config(peft, bias="all", rank_pattern={"q_proj": 16})
     refused = ask("import-adapter", peft, tmp_path / "out")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 78
     assert "bias is" in refused.output
     assert "rank_pattern is" in refused.output
     assert not (tmp_path / "out").exists()

@@ -87,9 +87,9 @@ def test_transformer_engine_trains_in_bfloat16_and_agrees_with_hugging_face(conf
     assert losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
 
 
-@pytest.mark.parametrize("kind", ["lora", "canonical"])
+@pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
 def test_transformer_engine_trains_what_the_local_layers_train(kind: str, config: Path, tmp_path: Path) -> None:
-    """Adapters of either kind on layers that fuse a norm, and on layers that do not; the gate lets the export through."""
+    """Adapters of every kind on layers that fuse a norm, and on layers that do not; the gate lets the export through."""
     asked = [f"lora.kind={kind}", "lora.target_modules=[q_proj, v_proj, o_proj, up_proj, down_proj]"]
     curves = {}
     for backend in ("transformer_engine", "local"):
@@ -104,7 +104,7 @@ def test_transformer_engine_trains_what_the_local_layers_train(kind: str, config
     assert gate["difference"] < gate["allowed"] < gate["effect"]
 
 
-@pytest.mark.parametrize("kind", ["lora", "canonical"])
+@pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
 def test_the_gpu_and_the_cpu_agree_in_float32(kind: str, config: Path, tmp_path: Path) -> None:
     """The local layers, which auto takes for float32, give one loss curve on both."""
     curves = {}
