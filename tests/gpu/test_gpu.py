@@ -160,6 +160,7 @@ def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -169,10 +170,10 @@ def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path:
     ],
     ids=["TP=2", "PP=2", "DP=2"],
 )
-def test_two_gpus_train_the_run_of_one(layout: list[str], config: Path, tmp_path: Path) -> None:
-    """Every layout over two GPUs has the losses of one GPU within bfloat16's rounding."""
-    one = config.parent / "one-gpu"
+def test_two_gpus_train_the_run_of_one(layout: list[str], kind: str, config: Path, tmp_path: Path) -> None:
+    """Every layout over two GPUs has the losses of one GPU within bfloat16's rounding, whatever the adapters are."""
+    one, asked = config.parent / f"one-gpu-{kind}", f"lora.kind={kind}"
     if not one.exists():
-        run(1, "run", str(config), "--run-dir", str(one))
-    run(2, "run", str(config), "--run-dir", str(tmp_path), *layout)
+        run(1, "run", str(config), "--run-dir", str(one), asked)
+    run(2, "run", str(config), "--run-dir", str(tmp_path), asked, *layout)
     assert max(abs(a - b) for a, b in zip(losses(tmp_path), losses(one), strict=True)) < 3e-2
