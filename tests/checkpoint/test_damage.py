@@ -207,7 +207,8 @@ def test_a_start_sets_damage_aside_and_goes_on_from_the_newest_that_is_whole(fil
     """What was found is in the journal, and in the problems.json beside the files, none of which is lost."""
     *_, (_, changed) = flipped(newest / file)
     (newest / file).write_bytes(changed)
-    config = attrs.evolve(run.config, checkpoint=attrs.evolve(run.config.checkpoint, on_damaged="quarantine"))
+    config = run.survey.config
+    config = attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, on_damaged="quarantine"))
     survey = attrs.evolve(run.survey, config=config)
     start = decide_start(survey, run.path, read_contents=True)
     assert (start.plan.kind, start.plan.step) == ("Resume", 2)

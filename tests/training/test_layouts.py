@@ -88,7 +88,10 @@ def test_layouts_start_from_the_same_bits_and_agree_on_the_losses(
     assert_bitwise_equal(whole_tensors(tmp_path / first, "adapter"), initial)
     expected, found = losses(single), losses(tmp_path)
     assert len(found) == 10
-    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-4
+    apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
+    # At this rate rounding grows tenfold in two steps or three, and where it begins differs from machine to machine.
+    assert max(apart[:5]) < 1e-5
+    assert max(apart) < 2e-3
 
 
 def restored_and_saved_again(config: RunConfig, run_dir: Path, copy: Path) -> None:

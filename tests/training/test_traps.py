@@ -127,6 +127,7 @@ def test_the_base_is_loaded_once_and_before_any_adapter(
                 (setting_up, "attach_adapters"),
                 (setting_up, "wrap_for_training"),
                 (restore_module, "load_tensors"),
+                (restore_module, "fill_adapters"),
             ):
                 patch.setattr(module, name, told(name, getattr(module, name)))
             run_training(tiny_config("train.steps=1", dtype="bfloat16"), tmp_path / "fresh")
@@ -138,8 +139,10 @@ def test_the_base_is_loaded_once_and_before_any_adapter(
 
     [found] = launch(1, on_rank)
     fresh = ["load_base_weights", "attach_adapters", "wrap_for_training"]
-    # A resume under another number of ranks reads adapters and optimizer; the random states are new ones.
-    assert found == [*fresh, *fresh, "load_tensors", *fresh, "load_tensors", "load_tensors"]
+    # A warm start fills the adapters and their masters; a resume under another number of ranks reads adapters and
+    # optimizer, and the random states are new ones.
+    warm = [*fresh, "fill_adapters", "fill_adapters"]
+    assert found == [*fresh, *warm, *fresh, "load_tensors", "load_tensors"]
     entries = open_checkpoint(saved.path / STEP_2).manifest.tensors
     assert all(".adapter." in name or entry.group == "rng" for name, entry in entries.items())
 
