@@ -51,8 +51,6 @@ def peak_bytes() -> int:
 def export_ours(checkpoint: Path, directory: Path) -> Measured:
     """Export with this project, to directory/ours."""
     started = time.perf_counter()
-    import peft  # noqa: F401  # what the export imports when it comes to adapter_config.json
-
     from ckptrain.convert.to_peft import export_adapter
 
     imports_s, imported_bytes = time.perf_counter() - started, peak_bytes()

@@ -209,6 +209,7 @@ def read_modules(
             for module in of_layer:
                 lora_a, lora_b = (matrices[name] for name in weight_names(module.name))
                 yield module, lora_a, lora_b, matrices.get(magnitude_name(module.name))
+            del matrices  # before the next layer's are read
 
 
 def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module], dtype: str) -> tuple[int, float]:
