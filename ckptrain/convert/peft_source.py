@@ -47,6 +47,7 @@ _MAGNITUDES = "magnitudes"
 _KEY_ENDS = {"A": "A.weight", "B": "B.weight", _MAGNITUDES: "magnitude_vector"}
 _PLACES = {"self_attn": "self_attention", "mlp": "mlp"}
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+_OF_ATTENTION = ("linear_qkv", "linear_proj")
 _MOST_PROBLEMS = 20
 
 
@@ -283,6 +284,9 @@ def _fit_problems(halves: _Halves, settings: PeftSettings, shape: ModelShape) ->
         name = place.huggingface
         if place.layer >= shape.num_layers:
             problems.append(f"{name} is adapted, and the base has {shape.num_layers} layers")
+            continue
+        if (place.place == "self_attention") != (_FUSED_OF[place.part] in _OF_ATTENTION):
+            problems.append(f"{name} is adapted, and the base has no such layer")
             continue
         if place.place != "self_attention" and (place.expert is None) != (not shape.num_experts):
             problems.append(f"{name} is adapted, and the base has {shape.num_experts} experts in a layer")

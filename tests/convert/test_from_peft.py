@@ -290,6 +290,7 @@ REFUSED_WEIGHTS: dict[str, tuple[Callable[..., Any], str]] = {
         beside(f"{LAYER}.0.self_attn.o_proj.lora_A.weight", 8, 64),
         r"o_proj\.lora_A\.weight is \[8, 64\], expected \[4, 64\]",
     ),
+    "another place": (beside(f"{LAYER}.0.mlp.q_proj.lora_A.weight", 4, 64), "the base has no such layer"),
     "an expert": (beside(f"{LAYER}.0.mlp.experts.0.up_proj.lora_A.weight", 4, 64), "the base has 0 experts"),
     "stacked experts": (beside(f"{LAYER}.0.mlp.experts.lora_A.weight", 4, 64), "experts that PEFT has stacked"),
     "whole numbers": (
