@@ -24,7 +24,8 @@ from ckptrain.errors import CheckpointDamaged
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 knew one kind of adapter; 2 has `lora.settings.kind`."""
 
 ITEM_SIZES = {
     "float64": 8,
@@ -149,7 +150,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise _damaged(where, [problem])
     problems: list[str] = []
     claimed_digest, actual_digest = document.pop("digest", None), _digest(document)
-    del document["schema_version"]
+    if document.pop("schema_version") == 1:
+        _add_kind(document)
     derived = _take_derived(document)
     manifest = read(Manifest, document, "", problems)
     if not problems:
@@ -212,6 +214,14 @@ def _check_version(document: Mapping[str, Any], where: str) -> None:
             " upgrade ckptrain"
         )
         raise WrittenByNewer(f"cannot read {where}", [problem])
+
+
+def _add_kind(document: Mapping[str, Any]) -> None:
+    """Say in a manifest of version 1 what all adapters were then: of fused layers, whole."""
+    lora = document.get("lora")
+    settings = lora.get("settings") if isinstance(lora, dict) else None
+    if isinstance(settings, dict):
+        settings.setdefault("kind", "lora")
 
 
 def _take_derived(document: dict[str, Any]) -> dict[str, Any]:

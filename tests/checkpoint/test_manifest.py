@@ -53,6 +53,17 @@ def test_an_imported_adapter_without_tokenizer_data_and_optimizer_comes_back_equ
     assert parse_manifest(imported.to_json(), "m") == imported
 
 
+def test_a_manifest_of_the_first_version_is_of_fused_adapters(manifest: Manifest) -> None:
+    """It had no kind, and is not damage for that: its digest is of what is written in it."""
+
+    def as_of_version_1(document: Document) -> None:
+        document["schema_version"] = 1
+        del document["lora"]["settings"]["kind"]
+
+    lora = attrs.evolve(manifest.lora, settings=attrs.evolve(manifest.lora.settings, kind="lora"))
+    assert parse_manifest(rewritten(manifest, as_of_version_1), "m") == attrs.evolve(manifest, lora=lora)
+
+
 def test_a_layout_that_was_reformatted_is_still_the_same_manifest(manifest: Manifest) -> None:
     """The digest is of the values, not of the white space."""
     pretty = json.dumps(json.loads(manifest.to_json()), indent=4).encode()
@@ -210,8 +221,8 @@ def test_names_that_only_look_odd_are_allowed() -> None:
 
 def test_a_newer_schema_is_told_apart_from_damage(manifest: Manifest) -> None:
     """Whatever else it holds, it must not be quarantined by an older version."""
-    data = rewritten(manifest, lambda document: document.update(schema_version=2, novelty=[]))
-    with pytest.raises(WrittenByNewer, match=r"written by a newer ckptrain .schema_version 2, this one reads up to 1"):
+    data = rewritten(manifest, lambda document: document.update(schema_version=3, novelty=[]))
+    with pytest.raises(WrittenByNewer, match=r"written by a newer ckptrain .schema_version 3, this one reads up to 2"):
         parse_manifest(data, "m")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,21 +20,25 @@ from ckptrain.config.targets import resolve_targets
 Build = Callable[..., RunConfig]
 
 
-def test_the_adapters_of_a_fused_layer_are_those_of_peft_stacked(dense: ModelShape) -> None:
-    """PEFT has q, k and v apart: the same inputs, and outputs that add up."""
+def peft_model(shape: ModelShape, **settings: Any) -> Any:
+    """Return a Llama of this shape with PEFT's adapters of rank 4 on all linear layers, without numbers."""
     torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
     hf_config = transformers.LlamaConfig(
-        hidden_size=dense.hidden_size,
-        intermediate_size=dense.ffn_hidden_size,
-        num_hidden_layers=dense.num_layers,
-        num_attention_heads=dense.num_heads,
-        num_key_value_heads=dense.num_kv_heads,
-        vocab_size=dense.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
     )
+    config = peft.LoraConfig(r=4, target_modules="all-linear", **settings)
     with torch.device("meta"):
-        model = peft.get_peft_model(
-            transformers.LlamaForCausalLM(hf_config), peft.LoraConfig(r=4, target_modules="all-linear")
-        )
+        return peft.get_peft_model(transformers.LlamaForCausalLM(hf_config), config)
+
+
+def test_the_adapters_of_a_fused_layer_are_those_of_peft_stacked(dense: ModelShape) -> None:
+    """PEFT has q, k and v apart: the same inputs, and outputs that add up."""
+    model = peft_model(dense)
     theirs = {name.partition("base_model.model.")[2]: tensor.shape for name, tensor in model.named_parameters()}
     lora = LoraConfig(dim=4)
     ours = adapter_tensors(dense, lora, resolve_targets(lora, dense))
@@ -54,19 +59,7 @@ def test_the_adapters_of_a_fused_layer_are_those_of_peft_stacked(dense: ModelSha
 
 def test_dora_has_the_parameters_of_peft(config: Build, dense: ModelShape) -> None:
     """Name for name as many values; magnitudes are float32 beside bfloat16 matrices, and then have no masters."""
-    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
-    hf_config = transformers.LlamaConfig(
-        hidden_size=dense.hidden_size,
-        intermediate_size=dense.ffn_hidden_size,
-        num_hidden_layers=dense.num_layers,
-        num_attention_heads=dense.num_heads,
-        num_key_value_heads=dense.num_kv_heads,
-        vocab_size=dense.vocab_size,
-    )
-    with torch.device("meta"):
-        model = peft.get_peft_model(
-            transformers.LlamaForCausalLM(hf_config), peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
-        )
+    model = peft_model(dense, use_dora=True)
     theirs = {name: tensor.numel() for name, tensor in model.named_parameters() if tensor.requires_grad}
     built = config("lora.kind=dora", "lora.dim=4", "model.dtype=bfloat16")
     targets = resolve_targets(built.lora, dense)
