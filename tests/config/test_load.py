@@ -342,6 +342,17 @@ def test_what_dump_writes_load_reads_back(tmp_path_factory: pytest.TempPathFacto
     assert config_digest(again) == config_digest(config)
 
 
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_every_example_is_a_config_and_says_how_to_run_it(example: Path) -> None:
+    """Its first line is the command."""
+    assert load_config(example, check_inputs=False).model.pretrained
+    first = example.read_text().splitlines()[0]
+    assert first.startswith("# uv run ckptrain ")
+    assert f"ckptrain run examples/{example.name}" in first
+
+
 KEYS = st.sampled_from(["model", "data", "lora", "dim", "train", "steps", "pretrained", "x"])
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text() | st.integers(),
