@@ -36,6 +36,12 @@ class ProblemsError(CkptrainError):
         return (type(self), (self.summary, self.problems))
 
 
+def first_problems(problems: Sequence[str], most: int = 20) -> list[str]:
+    """Return so many problems as can be read at once, and how many more there are."""
+    left = len(problems) - most
+    return [*problems[:most], *([f"and {left} more"] if left > 0 else [])]
+
+
 class ConfigError(ProblemsError):
     """The configuration, or an input that it names (model, data file), cannot be used."""
 

@@ -113,7 +113,7 @@ def document(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
 Written by `uv run python tools/family_table.py`, with {packages}.
 
 A number is the largest difference of two logits, of one probe and in float32 on the CPU, for a tiny random model of the
-family (its logits are between 1 and 5); 1e-6 to 1e-5 is what the order of sums makes. What is compared:
+family; 1e-6 to 1e-5 is what the order of sums makes. What is compared:
 
 - **base**: Megatron with Hugging Face, no adapter.
 - **adapters** at a layout: Megatron with random adapters under tensor (TP) or pipeline (PP) parallelism with Hugging

@@ -16,13 +16,12 @@ from ckptrain.checkpoint.contents import directory_of, tensor_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
 from ckptrain.checkpoint.manifest import TensorEntry
 from ckptrain.checkpoint.sharded import load_tensors
-from ckptrain.errors import CheckpointDamaged
+from ckptrain.errors import CheckpointDamaged, first_problems
 
 _BYTES_AT_ONCE = 64 << 20
 """Small tensors are read together up to this, because every read costs some milliseconds; larger ones by themselves."""
 _VALUES_AT_ONCE = 1 << 20
 """Of a tensor so many values at a time are computed with, as float64."""
-_MOST_PROBLEMS = 20
 
 
 @attrs.frozen(kw_only=True)
@@ -66,7 +65,7 @@ def read_each(checkpoint: CommittedCheckpoint, names: Collection[str]) -> Iterat
         CheckpointDamaged: its files are not what the manifest says.
     """
     if problems := verify_files(checkpoint):
-        raise CheckpointDamaged(f"cannot read {checkpoint.path}: it is damaged", problems[:_MOST_PROBLEMS])
+        raise CheckpointDamaged(f"cannot read {checkpoint.path}: it is damaged", first_problems(problems))
     entries = checkpoint.manifest.tensors
     by_directory: dict[str, list[str]] = {}
     for name in sorted(names):

@@ -184,7 +184,10 @@ def _inputs(config: RunConfig) -> Iterator[Contradiction]:
     if adapter is not None and not Path(adapter).is_dir():
         found = "it is a file" if Path(adapter).is_file() else "there is no such directory"
         yield _contradiction(
-            "model.adapter", f"model.adapter: {adapter}: {found}, expected a run or a checkpoint directory of ckptrain"
+            "model.adapter",
+            f"model.adapter: {adapter}: {found}, expected a run or a checkpoint of ckptrain, a PEFT directory, or a"
+            " LoRA checkpoint of Megatron-Bridge; an adapter on the Hub is downloaded first: hf download NAME"
+            " --local-dir DIR",
         )
 
 

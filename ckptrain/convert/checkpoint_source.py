@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class CheckpointSource:
         """Its base, by fingerprint."""
         base = self.checkpoint.manifest.base
         return BaseReference(
-            pretrained=str(self.config.get("model.pretrained", base.name)),
+            pretrained=str(self.checkpoint.manifest.config.get("model.pretrained", base.name)),
             name=base.name,
             revision=base.revision,
             fingerprint=base.fingerprint,
@@ -92,11 +92,6 @@ class CheckpointSource:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.checkpoint.step
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The run's configuration, flattened."""
-        return self.checkpoint.manifest.config
 
     def held(self) -> AbstractContextManager[None]:
         """Keep it from being removed by its run."""

@@ -10,20 +10,27 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import Tensor
 
+from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY
+from ckptrain.checkpoint.sharded import load_tensors
 from ckptrain.config.layout import Layout
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 from ckptrain.config.targets import Targets
+from ckptrain.convert.checkpoint_source import CheckpointSource
 from ckptrain.convert.gate import Gate
 from ckptrain.convert.parity import huggingface_logits, load_huggingface, megatron_logits, probe_batch
 from ckptrain.convert.source import AdapterSource
 from ckptrain.data.batches import MicroBatch
 from ckptrain.errors import AdapterMismatch
+
+if TYPE_CHECKING:
+    from ckptrain.megatron.state import StateView
 
 # Largest difference of two logits as a share of the largest one, by the type of the weights. Both sides compute in
 # float32 and differ by the order of their sums (4e-7 was the most that was seen), and by what weights were rounded to.
@@ -125,6 +132,7 @@ def adapted_megatron_logits(source: AdapterSource, base: Path, batch: MicroBatch
     """Return the logits of the base with an adapter under Megatron, [tokens, vocab], in this process."""
     from ckptrain.megatron.adapters import adapter_parameters, attach_adapters, fill_adapters
     from ckptrain.megatron.model import build_model, load_base_weights, open_bridge
+    from ckptrain.megatron.state import AdapterStore
 
     shape, lora = source.shape, source.facts.lora
     with _one_process():
@@ -132,9 +140,29 @@ def adapted_megatron_logits(source: AdapterSource, base: Path, batch: MicroBatch
         model = build_model(bridge, _probe_config(base), _ONE_PROCESS, "local")
         load_base_weights(bridge, model)
         attach_adapters(model, attrs.evolve(lora.settings, dropout=0.0), Targets(modules=lora.modules))
-        with source.layers() as read:
-            fill_adapters(adapter_parameters(model), read)
+        adapters = adapter_parameters(model)
+        if isinstance(source, CheckpointSource):
+            # As a resume reads them: what is compared shares nothing with what was exported but the files.
+            _restore(AdapterStore(adapters, shape.num_layers).adapters(), source)
+        else:
+            with source.layers() as read:
+                fill_adapters(adapters, read)
         return megatron_logits(model, batch, shape.vocab_size)
+
+
+def _restore(view: StateView, source: CheckpointSource) -> None:
+    """Read a checkpoint's adapter through DCP.
+
+    Raises:
+        AdapterMismatch: a tensor of the model is not in it whole.
+    """
+    buffers = view.to_load()
+    load_tensors(buffers, source.path / ADAPTER_DIRECTORY, alone=True)
+    if (filled := view.take(buffers)) != len(view.shapes):
+        raise AdapterMismatch(
+            f"cannot put {source.path} under Megatron",
+            [f"{filled} of {len(view.shapes)} adapter tensors were read, the others hold NaN"],
+        )
 
 
 def _probe_config(base: Path) -> RunConfig:

@@ -39,15 +39,13 @@ from ckptrain.convert.megatron_layout import (
     permuted_by,
 )
 from ckptrain.convert.source import BaseReference, ReadLayer
-from ckptrain.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from ckptrain.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, first_problems
 from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptrain.checkpoint.slices import SliceReader
-
-_MOST_PROBLEMS = 20
 
 
 @attrs.frozen(kw_only=True)
@@ -64,7 +62,6 @@ class MegatronSource:
     notes: tuple[str, ...]
 
     run_id: str = ""
-    config: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def step(self) -> int:
@@ -216,9 +213,7 @@ def open_megatron(
     layout, problems = map_tensors(metadata.tensors, settings, shape)
     problems = base_problems(settings, shape) + problems
     if problems:
-        left = len(problems) - _MOST_PROBLEMS
-        listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
-        raise ConfigError(f"cannot use the adapter {directory} with the base {base.name}", listed)
+        raise ConfigError(f"cannot use the adapter {directory} with the base {base.name}", first_problems(problems))
     split = sorted({short for module in layout.modules if (short := module.rpartition(".")[2]) in SPLIT})
     why = {
         "lora": f"{', '.join(split)} have an A of their own; set lora.kind=canonical, or auto, which chooses it",

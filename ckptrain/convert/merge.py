@@ -26,13 +26,12 @@ from ckptrain.convert.source import AdapterSource, ReadLayer
 from ckptrain.convert.sources import open_source
 from ckptrain.convert.to_peft import DTYPES, Effect, adapted_modules, check_whole, provenance
 from ckptrain.convert.unfuse import Module, huggingface_layers, unfuse
-from ckptrain.errors import ConfigError, ProblemsError
+from ckptrain.errors import ConfigError, ProblemsError, first_problems
 
 _INDEX_NAME = "model.safetensors.index.json"
 _CONFIG_NAME = "config.json"
 # What a model directory has besides weights: configuration, generation settings, tokenizer, chat template.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-_MOST_PROBLEMS = 20
 
 type Update = tuple[Tensor, Tensor, Tensor | None]
 """A [rank, in_features], B [out_features, rank] and DoRA's magnitudes [out_features] of one Hugging Face layer."""
@@ -169,7 +168,7 @@ class _Updates:
             ProblemsError: a matrix is not finite.
         """
         if self.effect.problems:
-            raise ProblemsError(f"cannot merge {self._source.path}", self.effect.problems[:_MOST_PROBLEMS])
+            raise ProblemsError(f"cannot merge {self._source.path}", first_problems(self.effect.problems))
 
     def _of(self, layer: int) -> dict[str, Update]:
         matrices = self._read(layer)
@@ -224,7 +223,7 @@ def _check_fit(
         if name in shapes and shapes[name] != expected
     ]
     if problems:
-        raise ProblemsError(f"cannot merge into {base}", problems[:_MOST_PROBLEMS])
+        raise ProblemsError(f"cannot merge into {base}", first_problems(problems))
 
 
 def _write_weights(

@@ -31,7 +31,7 @@ from ckptrain.convert.peft_files import (
     read_settings,
 )
 from ckptrain.convert.source import BaseReference, ReadLayer
-from ckptrain.errors import ConfigError
+from ckptrain.errors import ConfigError, first_problems
 from ckptrain.lifecycle.facts import AdapterFacts, LoraSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ _KEY_ENDS = {"A": "A.weight", "B": "B.weight", _MAGNITUDES: "magnitude_vector"}
 _PLACES = {"self_attn": "self_attention", "mlp": "mlp"}
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _OF_ATTENTION = ("linear_qkv", "linear_proj")
-_MOST_PROBLEMS = 20
 
 
 @attrs.frozen
@@ -98,7 +97,6 @@ class PeftSource:
 
     run_id: str = ""
     step: int = 0
-    config: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def facts(self) -> AdapterFacts:
@@ -196,9 +194,7 @@ def open_peft(
     if not problems and not halves:
         problems = ["it holds no matrices"]
     if problems:
-        left = len(problems) - _MOST_PROBLEMS
-        listed = [*problems[:_MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
-        raise ConfigError(f"cannot use the adapter {path} with the base {base.name}", listed)
+        raise ConfigError(f"cannot use the adapter {path} with the base {base.name}", first_problems(problems))
     chosen, why = _kind(path, settings, halves, kind)
     notes = (f"lora.kind is auto: {chosen}, because {why}",) if kind == "auto" else ()
     return PeftSource(

@@ -6,7 +6,7 @@ for everything. Opening one loads no torch; reading its matrices does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,10 +65,6 @@ class AdapterSource(Protocol):
     @property
     def step(self) -> int:
         """Optimizer steps done; 0 where that is not known."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The configuration that it was trained by, flattened; empty where there is none."""
 
     def held(self) -> AbstractContextManager[None]:
         """Keep it from being removed by a run that needs its place.

@@ -34,12 +34,11 @@ from ckptrain.convert.source import AdapterSource
 from ckptrain.convert.sources import open_source
 from ckptrain.convert.stream import Declared, SafetensorsStream
 from ckptrain.convert.unfuse import Module, huggingface_layers, missing_beside, parse_module, target_modules, unfuse
-from ckptrain.errors import CheckpointDamaged, ConfigError, ProblemsError
+from ckptrain.errors import CheckpointDamaged, ConfigError, ProblemsError, first_problems
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _PEFT_PREFIX = "base_model.model."
-_MOST_PROBLEMS = 20
 _VLLM_LARGEST_RANK = 512
 _PACKAGES = ("peft", "safetensors", "torch", "transformers")
 
@@ -134,7 +133,7 @@ def export_adapter(
         check_whole(source, "export")
         modules = adapted_modules(source)
         if layout == "vllm" and (problems := vllm_problems(source)):
-            raise ProblemsError(f"cannot export {source.path} for vLLM", problems[:_MOST_PROBLEMS])
+            raise ProblemsError(f"cannot export {source.path} for vLLM", first_problems(problems))
         config = _peft_config(source, modules)
         with published(out, overwrite=overwrite) as staging:
             tensors, effect = _write_weights(staging / WEIGHTS_NAME, source, modules, dtype)
@@ -190,7 +189,7 @@ def check_whole(source: AdapterSource, verb: str) -> None:
         CheckpointDamaged: one is not as it should be, or the adapter is none for its base.
     """
     if problems := source.problems():
-        raise CheckpointDamaged(f"cannot {verb} {source.path}: it is damaged", problems[:_MOST_PROBLEMS])
+        raise CheckpointDamaged(f"cannot {verb} {source.path}: it is damaged", first_problems(problems))
 
 
 def adapted_modules(source: AdapterSource) -> list[Module]:
@@ -240,7 +239,7 @@ def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module],
         for key in (_key(name, half) for name in beside for half in ("A", "B")):
             stream.write(key, torch.zeros(declared[key].shape, dtype=target))
     if effect.problems:
-        raise ProblemsError(f"cannot export {source.path}", effect.problems[:_MOST_PROBLEMS])
+        raise ProblemsError(f"cannot export {source.path}", first_problems(effect.problems))
     return len(declared), effect.norm
 
 

@@ -28,11 +28,10 @@ from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.convert.sources import open_source
 from ckptrain.data.records import data_fingerprint
-from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused
+from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused, first_problems
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, WarmStart, plan_start
 
-_MOST_PROBLEMS = 20
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 
 
@@ -158,7 +157,7 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
         source = open_source(Path(config.model.adapter), shape=survey.shape, kind=config.lora.kind)
         if read_contents and (problems := source.problems()):
             raise CheckpointDamaged(
-                f"cannot start from {source.path} (model.adapter): it is damaged", problems[:_MOST_PROBLEMS]
+                f"cannot start from {source.path} (model.adapter): it is damaged", first_problems(problems)
             )
     plan = plan_start(
         config,

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from ckptrain.config.base import locate_base
 from ckptrain.config.estimate import Memory, adapter_tensors, checkpoint_bytes, memory_estimate
-from ckptrain.config.layout import layout_of
+from ckptrain.config.layout import Layout, layout_of
 from ckptrain.config.modules import FUSED
 from ckptrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from ckptrain.config.shape import ModelShape, read_shape
@@ -133,6 +134,20 @@ def test_each_kind_of_parallelism_takes_its_share_off(config: Build, dense: Mode
     # The first of two stages holds half the layers, for two micro-batches; the last has the logits and one of each.
     stages = [(one.activations, 0), (one.activations // 2, one.logits)]
     assert (pipeline.activations, pipeline.logits) in stages
+
+
+def test_attention_that_writes_its_scores_keeps_them(config: Build, dense: ModelShape) -> None:
+    """Two of every head and pair of tokens of a row, in every layer, in the model's 2 bytes: [heads, length, length]."""
+    built, layout = config("data.sequence_length=128"), Layout(tensor=1, pipeline=1, context=1, expert=1, data=1)
+    targets = resolve_targets(built.lora, dense)
+    kept = {
+        architecture: memory_estimate(
+            built, attrs.evolve(dense, architecture=architecture), layout, targets
+        ).activations
+        for architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM")
+    }
+    scores = 2 * dense.num_layers * 2 * dense.num_heads * 128 * 128
+    assert kept["Gemma2ForCausalLM"] - kept["LlamaForCausalLM"] == scores
 
 
 def test_expert_parallelism_splits_the_experts(config: Build, moe: ModelShape) -> None:

@@ -13,6 +13,7 @@ import torch
 from support.launch import launch
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.slices import SliceReader
 from ckptrain.convert import merge as merge_module
 from ckptrain.convert import to_peft as export_module
 from ckptrain.convert.merge import merge_adapter
@@ -74,6 +75,22 @@ def test_rows_in_another_order_are_caught(
         with pytest.raises(AdapterMismatch, match=r"differ by .* from those under Megatron"):
             launch(1, lambda verb=verb: verb(checkpoint.path, tmp_path / "out", verify=True))
         assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_that_is_read_for_another_is_caught(
+    base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compared shares nothing with what was exported but the files, so a fault in reading them shows."""
+    right = SliceReader.read
+
+    def of_the_layer_before(self: SliceReader, name: str, index: int | None = None) -> torch.Tensor:
+        return right(self, name, index if index is None else max(index - 1, 0))
+
+    checkpoint = save(base_of("llama"))
+    monkeypatch.setattr(SliceReader, "read", of_the_layer_before)
+    with pytest.raises(AdapterMismatch, match="differ by"):
+        launch(1, lambda: export_adapter(checkpoint.path, tmp_path / "out", verify=True))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_lost_alpha_is_caught(base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
