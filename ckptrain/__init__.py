@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptrain.api import export, export_megatron, import_adapter, merge, plan, resume, run
+    from ckptrain.api import describe_data, export, export_megatron, import_adapter, merge, plan, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["export", "export_megatron", "import_adapter", "merge", "plan", "resume", "run"]
+__all__ = ["describe_data", "export", "export_megatron", "import_adapter", "merge", "plan", "resume", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -132,6 +132,21 @@ def plan(
     return survey, decide_start(survey, directory.absolute(), read_contents=False)
 
 
+def describe_data(config: Source, overrides: Sequence[str] = (), *, num_shown: int = 0) -> dict[str, Any]:
+    """Return what a run would learn from, in JSON's types; loads the tokenizer and no Megatron.
+
+    It has `train` and `validation` (or None), each with its counts, percentiles of the samples' lengths, how full the
+    rows are, and the first `num_shown` samples in the order of training, in pieces that are learnt or not. Samples that
+    are too long are counted, and told, where a run would be refused for them.
+
+    Raises:
+        CkptrainError: the data cannot be read or tokenised.
+    """
+    from ckptrain.training.data import report_data
+
+    return report_data(load_config(config, overrides), num_shown)
+
+
 def export(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],

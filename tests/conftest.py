@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,26 @@ import pytest
 from hypothesis import settings
 from tiny import write_chats, write_llama
 
+from ckptrain.config.cache import cache_directory
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
+from ckptrain.convert.pretrained import CONVERSION
 
 # Machines differ and are shared: how long an example takes says nothing about the code.
 settings.register_profile("ckptrain", deadline=None)
 settings.load_profile("ckptrain")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep tokens apart, or some would be found that an earlier version made; converted models are this machine's."""
+    kept = cache_directory() / CONVERSION
+    kept.mkdir(parents=True, exist_ok=True)
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / CONVERSION).symlink_to(kept.resolve(), target_is_directory=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPTRAIN_CACHE", str(directory))
+        yield directory
 
 
 @pytest.fixture(scope="session")

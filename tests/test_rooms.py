@@ -42,7 +42,9 @@ WITHOUT_TORCH = [
     "ckptrain.checkpoint.lock",
     "ckptrain.checkpoint.reading",
     "ckptrain.checkpoint.retention",
+    "ckptrain.data.dataset",
     "ckptrain.data.records",
+    "ckptrain.data.sources",
     "ckptrain.training.start",
 ]
 

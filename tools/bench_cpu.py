@@ -34,11 +34,14 @@ def samples(batch: str, directory: Path) -> list[tuple[list[int], list[bool]]]:
 
         ids = torch.randint(0, 49_000, (4, 128), generator=torch.Generator().manual_seed(0)).tolist()
         return [(row, [False, *[True] * 127]) for row in ids]
-    from ckptrain.config.schema import DataConfig
-    from ckptrain.convert.pretrained import load_tokenizer
-    from ckptrain.data.dataset import build_dataset
+    from ckptrain.config.base import locate_base
+    from ckptrain.config.load import load_config
+    from ckptrain.data.dataset import build_datasets
+    from ckptrain.training.tokens import tokenisation
 
-    data = build_dataset(DATA, DataConfig(train=str(DATA)), load_tokenizer(directory), seed=0)
+    config = load_config({"model": {"pretrained": str(directory)}, "data": {"train": str(DATA)}})
+    how = tokenisation(locate_base(config.model), config.data)
+    data = build_datasets(config.data, how, seed=0).train
     return [(sample.token_ids.tolist(), sample.learnt.tolist()) for sample in data.samples[:12]]
 
 

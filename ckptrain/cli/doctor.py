@@ -126,7 +126,7 @@ def _process_group() -> str:
 
 def _cache() -> str:
     """Write a file where converted models are kept."""
-    from ckptrain.convert.pretrained import cache_directory
+    from ckptrain.config.cache import cache_directory
 
     directory: Path = cache_directory()
     directory.mkdir(parents=True, exist_ok=True)

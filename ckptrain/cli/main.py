@@ -172,6 +172,22 @@ def plan(source: Path, overrides: tuple[str, ...], run_dir: Path | None, num_pro
 
 
 @cli.command()
+@click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
+@_overrides
+@click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print the first N samples, coloured.")
+@_json_option()
+def data(source: Path, overrides: tuple[str, ...], show: int) -> Answer:
+    """Tell what a run learns from.
+
+    Lengths, what is too long or has nothing to learn, how full the rows are; with --show, samples as the model sees
+    them, with the tokens that are learnt in colour. What is tokenised for it is kept for the run.
+    """
+    from ckptrain.cli.data import data_answer
+
+    return data_answer(source, overrides, show)
+
+
+@cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @_json_option()
 def status(run_dir: Path) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ _LABEL_COLUMNS = 11
 _MARKERS = re.compile(r"\s*<\|[^|>]*\|>\s*")
 """Special tokens of chat templates, such as <|im_start|>, with the space around them."""
 _MOST_QUESTION = 400
+_LINE_EVERY_S = 20.0
 
 
 class Progress(Observer):
@@ -38,6 +40,8 @@ class Progress(Observer):
         self._console = console
         self._steps = steps
         self._every_steps = every_steps
+        self._told_at = time.monotonic()
+        self._counts_steps = False
         self._first_val_loss: float | None = None
         self._first_sample: SampleAnswer | None = None
         self._bar = Bar(
@@ -76,6 +80,15 @@ class Progress(Observer):
         else:
             self._tell(("", text))
 
+    def on_tokenising(self, name: str, done: int, total: int | None) -> None:
+        """Move the bar, or print a line now and then."""
+        text = f"{name}: {done:,} rows" + (f" of {total:,}" if total else "")
+        if self._has_bar:
+            self._bar.update(self._task, description="tokenising", numbers=text, completed=done, total=total)
+        elif time.monotonic() - self._told_at > _LINE_EVERY_S:
+            self._told_at = time.monotonic()
+            self._tell(("tokenising", text))
+
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print a line every so many steps."""
         numbers = (
@@ -86,7 +99,8 @@ class Progress(Observer):
             if record.step % self._every_steps == 0 or record.step == self._steps:
                 self._tell(("step", f"{record.step}/{self._steps}  {numbers}  {duration_text(record.seconds)}"))
             return
-        if self._bar.tasks[0].total is None:
+        if not self._counts_steps:
+            self._counts_steps = True
             # Starts the clock here, and leaves the steps of earlier starts out of the speed.
             self._bar.reset(self._task, total=self._steps, completed=record.step - 1)
         self._bar.update(

@@ -9,6 +9,7 @@ import attrs
 
 from ckptrain.config.modules import MODULE_NAMES
 from ckptrain.config.schema import RunConfig
+from ckptrain.config.sources import source_problems
 from ckptrain.config.values import suggestion
 
 
@@ -32,10 +33,10 @@ def unproven(config: RunConfig) -> list[str]:
             "parallel.sequence=true: with LoRA its losses leave those of one GPU from the third step on; set"
             " parallel.sequence=false"
         )
-    if parallel.context > 1:
+    if parallel.context > 1 and config.model.backend != "local":
         found.append(
-            f"parallel.context={parallel.context}: packed sequences are not cut over context parallel processes yet;"
-            " set parallel.context=1"
+            f"parallel.context={parallel.context}: context parallel training has been compared with one process for the"
+            " local layers, not for Transformer Engine's; set model.backend=local, or parallel.context=1"
         )
     if parallel.expert > 1:
         found.append(
@@ -53,6 +54,7 @@ def config_problems(config: RunConfig, *, check_inputs: bool = True) -> list[str
 def contradictions(config: RunConfig, *, check_inputs: bool = True) -> list[Contradiction]:
     """Return the same as `config_problems`, with the keys; without `check_inputs` no file is looked for."""
     found = [*_model(config), *_lora(config), *_parallel(config), *_optimizer(config), *_validation(config)]
+    found += _sources(config, check_inputs=check_inputs)
     return [*found, *_inputs(config)] if check_inputs else found
 
 
@@ -116,16 +118,12 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
             "parallel.sequence shards activations over the tensor parallel processes, but parallel.tensor is 1: set"
             " parallel.tensor to 2 or more, or parallel.sequence=false",
         )
-    if config.model.backend == "local":
-        asked = [f"parallel.context={parallel.context}"] if parallel.context > 1 else []
-        asked += ["parallel.sequence=true"] if parallel.sequence else []
-        for words in asked:
-            key = words.partition("=")[0]
-            yield _contradiction(
-                f"{key}, model.backend",
-                f"{words} needs Transformer Engine, but model.backend is local: set model.backend=transformer_engine,"
-                f" or remove {key}",
-            )
+    if parallel.sequence and config.model.backend == "local":
+        yield _contradiction(
+            "parallel.sequence, model.backend",
+            "parallel.sequence=true needs Transformer Engine, but model.backend is local: set"
+            " model.backend=transformer_engine, or remove parallel.sequence",
+        )
     if train.global_batch_size % train.micro_batch_size:
         yield _contradiction(
             "train.global_batch_size, train.micro_batch_size",
@@ -136,7 +134,7 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
         yield _contradiction(
             "data.sequence_length, parallel.context",
             f"data.sequence_length={config.data.sequence_length} is not a multiple of {2 * parallel.context}, twice"
-            " parallel.context: each process takes one piece from either end of a row, to share the work evenly",
+            " parallel.context: samples are padded to a multiple of that, and none may become longer than a row",
         )
 
 
@@ -157,7 +155,19 @@ def _optimizer(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _validation(config: RunConfig) -> Iterator[Contradiction]:
-    if config.data.validation is not None:
+    data = config.data
+    if data.validation is not None and data.split_validation_size is not None:
+        yield _contradiction(
+            "data.split_validation_size, data.validation",
+            f"data.split_validation_size={data.split_validation_size} keeps training samples for validation, and"
+            " data.validation names others: remove one of them",
+        )
+    if (size := data.split_validation_size) is not None and size > 1 and not size.is_integer():
+        yield _contradiction(
+            "data.split_validation_size",
+            f"data.split_validation_size={data.split_validation_size} is neither a share below 1 nor a whole number",
+        )
+    if data.has_validation:
         return
     asked = {
         "checkpoint.keep_best": (
@@ -171,15 +181,21 @@ def _validation(config: RunConfig) -> Iterator[Contradiction]:
         if value:
             yield _contradiction(
                 f"{key}, data.validation",
-                f"{key}={value} {use}, but data.validation is null: give a validation file, or remove {key}",
+                f"{key}={value} {use}, but data.validation is null: give a validation file, or"
+                f" data.split_validation_size, or remove {key}",
             )
 
 
+def _sources(config: RunConfig, *, check_inputs: bool) -> Iterator[Contradiction]:
+    for key, sources in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        for text in source_problems(key, sources or (), check_inputs=check_inputs):
+            yield _contradiction(key, text)
+
+
 def _inputs(config: RunConfig) -> Iterator[Contradiction]:
-    for key, value in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if value is not None and not Path(value).is_file():
-            found = "it is a directory, expected a JSONL file" if Path(value).is_dir() else "there is no such file"
-            yield _contradiction(key, f"{key}: {value}: {found}")
+    template = config.data.chat_template
+    if template is not None and not Path(template).is_file():
+        yield _contradiction("data.chat_template", f"data.chat_template: {template}: there is no such file")
     adapter = config.model.adapter
     if adapter is not None and not Path(adapter).is_dir():
         found = "it is a file" if Path(adapter).is_file() else "there is no such directory"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 
-def option(doc: str, *, default: Any = attrs.NOTHING, **bounds: float) -> Any:
+def option(doc: str, *, default: Any = attrs.NOTHING, factory: Callable[[], Any] | None = None, **bounds: float) -> Any:
     """Declare one key; `bounds` are any of at_least, above, at_most, below (each item of a tuple is held to them)."""
     unknown = bounds.keys() - {"at_least", "above", "at_most", "below"}
     if unknown:
         raise TypeError(f"not bounds: {sorted(unknown)}")
+    if factory is not None:
+        default = attrs.Factory(factory)
     return attrs.field(default=default, metadata={"doc": doc, "bounds": bounds})
 
 

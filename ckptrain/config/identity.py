@@ -81,12 +81,22 @@ def base_identity(base: Base) -> BaseIdentity:
     )
 
 
-def tokenizer_fingerprint(base: Base) -> str:
-    """Hash what decides how text becomes tokens, the chat template included.
+def tokenizer_fingerprint(base: Base, chat_template: str | None = None) -> str:
+    """Hash what decides how text becomes tokens: the tokenizer with its chat template, or with that of a file.
 
     Raises:
-        ConfigError: the base is not downloaded, or has no tokenizer files.
+        ConfigError: the base is not downloaded, or has no tokenizer files, or the template cannot be read.
     """
+    own = _own_tokenizer(base)
+    if chat_template is None:
+        return own
+    try:
+        return hashlib.sha256(own.encode() + Path(chat_template).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError("cannot read data.chat_template", [f"{chat_template}: {error.strerror}"]) from error
+
+
+def _own_tokenizer(base: Base) -> str:
     path = _path(base)
     if base.kind == "gguf":
         return read_gguf_header(path).tokenizer_sha256

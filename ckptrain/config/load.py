@@ -21,12 +21,14 @@ import yaml
 from ckptrain.config.base import is_path
 from ckptrain.config.checks import contradictions
 from ckptrain.config.document import kind, parse_value, read_document
-from ckptrain.config.schema import RunConfig
+from ckptrain.config.schema import RunConfig, SourceConfig
+from ckptrain.config.sources import absolute_sources, plain_sources
 from ckptrain.config.synonyms import SYNONYMS
 from ckptrain.config.values import BadValueError, convert, suggestion, type_text
 from ckptrain.errors import ConfigError
 
-_PATH_KEYS = (("model", "adapter"), ("data", "train"), ("data", "validation"))
+_PATH_KEYS = (("model", "adapter"), ("data", "chat_template"))
+_SOURCE_KEYS = (("data", "train"), ("data", "validation"))
 
 
 def load_config(
@@ -190,7 +192,7 @@ class _Reading:
                 try:
                     arguments[field.name] = convert(values[field.name], expected, field.metadata["bounds"])
                 except BadValueError as error:
-                    self._refuse([key], f"{key}: {error}")
+                    self._refuse([key], f"{key}{error.place}: {error}")
             elif values is not None and field.default is attrs.NOTHING:
                 self._refuse([key], f"{key} is required ({type_text(expected)}): {field.metadata['doc']}")
         return cls(**arguments)
@@ -201,14 +203,20 @@ class _Reading:
 
 
 def _nested(config: RunConfig) -> dict[str, Any]:
-    return attrs.asdict(
-        config, value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value
-    )
+    return attrs.asdict(config, value_serializer=lambda _, __, value: _plain(value))
 
 
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy mappings, so that overrides do not reach into the caller's."""
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], SourceConfig):
+        return plain_sources(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _copy(value: Any) -> Any:
+    """Copy mappings and lists, so that overrides do not reach into the caller's."""
+    if isinstance(value, Mapping):
+        return {key: _copy(held) for key, held in value.items()}
+    return [_copy(held) for held in value] if isinstance(value, list) else value
 
 
 def _absolute(values: dict[str, Any], directory: Path, only: str | None = None) -> dict[str, Any]:
@@ -220,6 +228,10 @@ def _absolute(values: dict[str, Any], directory: Path, only: str | None = None) 
         value = holder.get(name)
         if isinstance(value, str) and value and (name != "pretrained" or is_path(value, directory)):
             holder[name] = os.path.normpath(directory / Path(value).expanduser())
+    for section, name in _SOURCE_KEYS:
+        holder = values.get(section)
+        if isinstance(holder, dict) and only in (None, f"{section}.{name}", f"{section}.{name}.path"):
+            holder[name] = absolute_sources(holder.get(name), directory)
     return values
 
 

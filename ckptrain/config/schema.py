@@ -14,6 +14,18 @@ import attrs
 from ckptrain.config.fields import option, section
 
 LoraKind = Literal["auto", "lora", "canonical", "dora"]
+RecordFormat = Literal[
+    "auto",
+    "messages",
+    "prompt_completion",
+    "input_output",
+    "alpaca",
+    "sharegpt",
+    "squad",
+    "tulu3_sft_mixture",
+    "openmathinstruct2",
+    "gsm8k",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -108,7 +120,7 @@ class ParallelConfig:
 
     tensor: int = option("Tensor parallel size; must divide the attention heads.", default=1, at_least=1)
     pipeline: int = option("Pipeline stages; must divide the layers.", default=1, at_least=1)
-    context: int = option("Context parallel size (needs Transformer Engine).", default=1, at_least=1)
+    context: int = option("Context parallel size: processes that share the tokens of every sample (model.backend=local).", default=1, at_least=1)
     expert: int = option("Expert parallel size (mixture-of-experts models).", default=1, at_least=1)
     sequence: bool = option(
         "Sequence parallelism: shard the activations between tensor parallel regions.", default=False
@@ -116,15 +128,52 @@ class ParallelConfig:
 
 
 @attrs.frozen(kw_only=True)
+class SourceConfig:
+    """Rows from one place; a path or a Hub id alone may be written as plain text."""
+
+    path: str | None = option(
+        "A file (JSONL, JSON, Parquet, CSV, Arrow), a glob, a directory, or the id of a dataset on the Hub; null is the"
+        " Hub home of a format that has one (squad, tulu3_sft_mixture, openmathinstruct2, gsm8k).",
+        default=None,
+    )
+    name: str | None = option("Configuration of a Hub dataset, as `datasets` calls it.", default=None)
+    split: str | None = option(
+        "Split, or a slice of it as in `datasets` (train[:1000], train+test); null is `train` for data.train and"
+        " `validation` for data.validation.",
+        default=None,
+    )
+    revision: str | None = option("Branch, tag or commit of a Hub dataset.", default=None)
+    format: RecordFormat | None = option("Form of the rows; null is that of data.format.", default=None)
+    columns: dict[str, Any] = option(
+        "Which column has what the format asks for, where the names differ: {prompt: question}.", factory=dict
+    )
+    weight: float | None = option(
+        "Share of the rows that come from here, against the weights of the other sources; null takes every row once.",
+        default=None,
+        above=0.0,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class DataConfig:
     """Which samples, and how they become tokens."""
 
-    train: str = option("JSONL file of training samples; relative to the config file.")
-    validation: str | None = option("JSONL file of validation samples; null trains without.", default=None)
-    format: Literal["auto", "messages", "prompt_completion"] = option(
-        "messages: {messages: [{role, content}, ...]}; prompt_completion: {prompt, completion}; auto decides by the"
-        " keys of the first row.",
+    train: tuple[SourceConfig, ...] = option("Training samples; paths are relative to the config file.")
+    validation: tuple[SourceConfig, ...] | None = option(
+        "Validation samples; null trains without, or with those of split_validation_size.", default=None
+    )
+    split_validation_size: float | None = option(
+        "Keep so much of the training samples for validation, drawn by train.seed: a share below 1, or a number.",
+        default=None,
+        above=0.0,
+    )
+    format: RecordFormat = option(
+        "Form of the rows: messages, prompt_completion, input_output, alpaca, sharegpt, or that of a known dataset;"
+        " auto decides by the keys of a source's first row. docs/data.md describes each.",
         default="auto",
+    )
+    chat_template: str | None = option(
+        "File of a chat template (Jinja) to use in the place of the tokenizer's own.", default=None
     )
     sequence_length: int = option("Tokens in one row of a batch.", default=1024, at_least=8)
     packing: bool = option(
@@ -139,6 +188,17 @@ class DataConfig:
         "A sample longer than sequence_length: an error that names it, left out (and counted), or cut at its end.",
         default="refuse",
     )
+    workers: int | None = option(
+        "Processes that tokenise data which is not in the cache yet, and steps whose batches are laid out ahead in a"
+        " thread; 0 does all of it in the training process, null decides by the size of the data and of the machine.",
+        default=None,
+        at_least=0,
+    )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are validation samples."""
+        return self.validation is not None or self.split_validation_size is not None
 
 
 @attrs.frozen(kw_only=True)

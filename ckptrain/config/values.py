@@ -14,6 +14,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import attrs
+
 from ckptrain.config.document import kind
 
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -29,7 +31,11 @@ ALL_LINEAR = "all-linear"
 
 
 class BadValueError(Exception):
-    """A value that its key does not take; the text follows the key's name and a colon."""
+    """A value that its key does not take; the text follows the key's name, `place` in it, and a colon."""
+
+    def __init__(self, text: str, place: str = "") -> None:
+        super().__init__(text)
+        self.place = place
 
 
 def convert(value: Any, expected: Any, bounds: Mapping[str, float]) -> Any:
@@ -46,6 +52,8 @@ def convert(value: Any, expected: Any, bounds: Mapping[str, float]) -> Any:
         raise BadValueError(f"expected {type_text(expected)}, found null; leave the key out to have its default")
     if origin is Literal:
         return _choice(value, typing.get_args(expected))
+    if origin is tuple and attrs.has(typing.get_args(expected)[0]):
+        return _entries(value, typing.get_args(expected)[0])
     if origin is tuple:
         return _items(value, expected, bounds)
     if origin is dict:
@@ -66,6 +74,8 @@ def type_text(expected: Any, bounds: Mapping[str, float] = types.MappingProxyTyp
         return f"{type_text(inner[0], bounds)}, or null"
     if origin is Literal:
         return " | ".join(args)
+    if origin is tuple and attrs.has(args[0]):
+        return _entries_text(args[0])
     if origin is tuple:
         words = _words(args[0], plural=True)
         text = f"a list of {words}" if args[-1] is Ellipsis else f"a list of {len(args)} {words}"
@@ -75,6 +85,10 @@ def type_text(expected: Any, bounds: Mapping[str, float] = types.MappingProxyTyp
         text = _words(expected, plural=False)
     limits = " and ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
     return f"{text}, {limits}" if limits else text
+
+
+def _entries_text(cls: type[Any]) -> str:
+    return f"a path, a mapping of {', '.join(field.name for field in attrs.fields(cls))}, or a list of those"
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -162,6 +176,38 @@ def _items(value: Any, expected: Any, bounds: Mapping[str, float]) -> tuple[Any,
         except BadValueError as error:
             raise BadValueError(f"item {index + 1}: {error}") from None
     return tuple(converted)
+
+
+def _entries(value: Any, cls: type[Any]) -> tuple[Any, ...]:
+    """Build the classes of a list of mappings; one of them may stand alone, and text is what its first field takes."""
+    listed = isinstance(value, list | tuple)
+    if listed and not value:
+        raise BadValueError("the list is empty")
+    return tuple(
+        _entry(item, cls, f"[{index}]" if listed else "") for index, item in enumerate(value if listed else [value])
+    )
+
+
+def _entry(value: Any, cls: type[Any], place: str) -> Any:
+    fields = {field.name: field for field in attrs.fields(cls)}
+    if isinstance(value, cls):
+        return value
+    if isinstance(value, str):
+        value = {next(iter(fields)): value}
+    if not isinstance(value, Mapping):
+        raise BadValueError(f"expected {_entries_text(cls)}, found {kind(value)}", place)
+    types_of = typing.get_type_hints(cls)
+    arguments = {}
+    for name, held in value.items():
+        if name not in fields:
+            raise BadValueError(
+                f"unknown key{suggestion(str(name), fields)}; there are {', '.join(fields)}", f"{place}.{name}"
+            )
+        try:
+            arguments[name] = convert(held, types_of[name], fields[name].metadata["bounds"])
+        except BadValueError as error:
+            raise BadValueError(str(error), f"{place}.{name}{error.place}") from None
+    return cls(**arguments)
 
 
 def _plain_mapping(value: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,18 +11,12 @@ from typing import Any
 import attrs
 
 from ckptrain.config.base import Base
+from ckptrain.config.cache import cache_directory
 from ckptrain.config.identity import base_identity
 from ckptrain.errors import ConfigError
 
 # Raised whenever what a conversion writes changes, so that an old result in the cache is not taken for a new one.
-_CONVERSION = "gguf-v1"
-
-
-def cache_directory() -> Path:
-    """Return where converted models are kept: CKPTRAIN_CACHE, or `ckptrain` in the user's cache directory."""
-    if chosen := os.environ.get("CKPTRAIN_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckptrain"
+CONVERSION = "gguf-v1"
 
 
 def fetch(base: Base) -> Base:
@@ -84,7 +77,7 @@ def _download(base: Base) -> Path:
 
 def _convert_gguf(base: Base, path: Path) -> Path:
     """De-quantise a GGUF file to a float32 Hugging Face directory in the cache, keyed by the file's content."""
-    target = cache_directory() / _CONVERSION / base_identity(base).fingerprint[:32]
+    target = cache_directory() / CONVERSION / base_identity(base).fingerprint[:32]
     if target.is_dir():
         return target
     from filelock import FileLock

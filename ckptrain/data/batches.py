@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ckptrain.data.dataset import Dataset
-from ckptrain.data.order import RowOrder
 from ckptrain.data.packing import Row
 from ckptrain.errors import ConfigError
 
@@ -102,6 +101,15 @@ def _padding(num_tokens: int, sequence_length: int) -> list[int]:
     return [sequence_length] * full + ([rest] if rest else [])
 
 
+@attrs.frozen(kw_only=True)
+class StepSize:
+    """Tokens of one optimizer step over all ranks."""
+
+    tokens: int
+    """Computed, padding included."""
+    padding: int
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class BatchSource:
     """The training batches of one data parallel rank.
@@ -138,14 +146,27 @@ class BatchSource:
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of optimizer step `step`, counted from 0."""
-        order = RowOrder(num_rows=len(self.dataset.rows), seed=self.seed)
-        first = step * self.global_batch_size
-        rows = [self.dataset.rows[row] for row in order.rows_in(first, first + self.global_batch_size)]
+        rows = [self.dataset.rows[row] for row in self._rows(step)]
         return list(_deal(self.dataset, rows, self.layout, self.num_micro_batches))
+
+    def size_of(self, step: int) -> StepSize:
+        """Return what a step holds over all data parallel ranks; every rank says the same."""
+        tokens = [int(self.dataset.row_tokens[row]) for row in self._rows(step)]
+        micro = self.layout.micro_batch_size
+        computed = sum(
+            self.layout.tokens_for(sum(tokens[first : first + micro]), self.dataset.sequence_length)
+            for first in range(0, len(tokens), micro)
+        )
+        return StepSize(tokens=computed, padding=computed - sum(tokens))
 
     def epochs_after(self, steps: int) -> float:
         """Return how often the dataset has been gone through after so many steps."""
-        return steps * self.global_batch_size / len(self.dataset.rows)
+        return steps * self.global_batch_size / self.dataset.order(self.seed).epoch_length
+
+    def _rows(self, step: int) -> tuple[int, ...]:
+        """Return the numbers of a step's rows, in their order."""
+        first = step * self.global_batch_size
+        return self.dataset.order(self.seed).rows_in(first, first + self.global_batch_size)
 
 
 def validation_batches(dataset: Dataset, layout: BatchLayout) -> list[MicroBatch]:

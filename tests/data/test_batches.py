@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, assemble, validation_batches
+from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, StepSize, assemble, validation_batches
 from ckptrain.data.chat import Sample
 from ckptrain.data.dataset import Dataset, DatasetSummary
 from ckptrain.data.packing import one_sample_rows, packed_rows
@@ -38,9 +38,11 @@ def dataset(lengths: list[int], *, packing: bool = True) -> Dataset:
         samples=samples,
         rows=rows,
         sequence_length=SEQUENCE_LENGTH,
-        fingerprint="",
+        sample_tokens=np.array(lengths),
+        row_tokens=np.array([sum(lengths[index] for index in row) for row in rows]),
+        source_rows=(len(rows),),
         summary=DatasetSummary(**counts),
-        first_record=PromptCompletion(where="data.jsonl:1", prompt="a", completion="b"),
+        first_record=lambda: PromptCompletion(where="data.jsonl:1", prompt="a", completion="b"),
     )
 
 
@@ -152,6 +154,19 @@ def test_every_sample_is_seen_once_in_each_epoch(batch: int) -> None:
 def test_another_seed_is_another_order() -> None:
     """The seed of the run decides the order."""
     assert source(seed=1).micro_batches(0)[0].sample_ids != source(seed=2).micro_batches(0)[0].sample_ids
+
+
+@pytest.mark.parametrize("layout", [{}, {"fixed_length": True}, {"pad_to_multiple": 8}])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_size_of_a_step_is_that_of_its_batches_on_all_ranks(size: int, layout: dict[str, Any]) -> None:
+    """Every rank tells it without asking the others."""
+    for step in (0, 3):
+        ranks = [source(size, rank, micro=2, **layout).micro_batches(step) for rank in range(size)]
+        everything = [batch for batches in ranks for batch in batches]
+        tokens = sum(batch.tokens.shape[1] for batch in everything)
+        of_samples = sum(LENGTHS[index] for batch in everything for index in batch.sample_ids)
+        told = {source(size, rank, micro=2, **layout).size_of(step) for rank in range(size)}
+        assert told == {StepSize(tokens=tokens, padding=tokens - of_samples)}
 
 
 def test_a_global_batch_that_cannot_be_dealt_is_refused() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chat_templates import trained_tokenizer
 from tokenizers import (  # type: ignore[import-untyped]
     Tokenizer,
     decoders,
@@ -16,8 +21,9 @@ from tokenizers import (  # type: ignore[import-untyped]
 )
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ckptrain.data.chat import Sample, encode, prompt_of
-from ckptrain.data.records import Conversation, Message, PromptCompletion
+from ckptrain.data.chat import LossOn, Sample, _covered, encode, encode_batch, prompt_of
+from ckptrain.data.records import Conversation, Message, PromptCompletion, Record
+from ckptrain.data.template import with_chat_template
 from ckptrain.errors import DataError
 
 LearntText = Callable[[Sample, PreTrainedTokenizerBase], str]
@@ -119,8 +125,8 @@ def test_the_prompt_of_a_completion_is_its_prompt(smollm2: PreTrainedTokenizerBa
     assert (prompt.reference, prompt.stop_token_id) == (" Paris.", smollm2.eos_token_id)
 
 
-@pytest.fixture
-def trimming() -> PreTrainedTokenizerFast:
+@functools.cache
+def train_trimming() -> PreTrainedTokenizerFast:
     """Train a byte-level tokenizer that adds <s> and </s> and trims white space from offsets, as RoBERTa's does."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,10 +137,9 @@ def trimming() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
-def test_a_tokenizer_that_adds_its_own_ends_gets_no_second_one(
-    trimming: PreTrainedTokenizerFast, learnt_text: LearntText
-) -> None:
+def test_a_tokenizer_that_adds_its_own_ends_gets_no_second_one(learnt_text: LearntText) -> None:
     """<s> belongs to the prompt, </s> is learnt, and white space inside a completion is, whatever its offsets say."""
+    trimming = train_trimming()
     record = PromptCompletion(where="data.jsonl:1", prompt="question", completion=" \n\n answer")
     sample = encode(record, trimming, "assistant")
     assert trimming.decode(sample.token_ids.tolist()) == "<s>question \n\n answer</s>"
@@ -143,17 +148,15 @@ def test_a_tokenizer_that_adds_its_own_ends_gets_no_second_one(
     assert trimming.decode(list(prompt.token_ids)) == "<s>question"
 
 
-def test_a_template_that_rewrites_history_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Templates of thinking models drop earlier thoughts, so only the last turn is what the model was asked for."""
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-        "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+def test_a_template_that_asks_otherwise_than_it_answers_is_refused(unmarked: PreTrainedTokenizerBase) -> None:
+    """A model that is asked behind <think> must not learn an answer without it unawares."""
+    template = str(unmarked.chat_template)
+    tokenizer = with_chat_template(unmarked, template.removesuffix("{% endif %}") + "<think>{% endif %}")
     with pytest.raises(DataError, match=r"data.jsonl:7 cannot(.|\n)*messages\[2\](.|\n)*data.loss_on=last_assistant"):
         encode(TICKET, tokenizer, "assistant")
-    last = encode(TICKET, tokenizer, "last_assistant")
-    assert tokenizer.decode(last.token_ids[last.learnt].tolist()) == "<think></think>Ciao.<|im_end|>"
+    with pytest.raises(DataError, match=r"messages\[4\](.|\n)*apart; mark the turns with {% generation %}"):
+        encode(TICKET, tokenizer, "last_assistant")
+    assert encode(TICKET, tokenizer, "all").num_learnt > 0
 
 
 def test_a_template_that_refuses_the_turns_is_told_with_the_line(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,3 +180,110 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_on_every_day(
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m['content'] }}{% endfor %}"
     sample = encode(TICKET, tokenizer, "all")
     assert str(tokenizer.decode(sample.token_ids.tolist())).startswith("26 Jul 2024: ")
+
+
+ANSWERS = conversation(("system", "Be short."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye"))
+BATCH: list[Record] = [
+    *CONVERSATIONS,
+    PromptCompletion(where="data.jsonl:1", prompt="The capital of France is", completion=" Paris."),
+    attrs.evolve(TICKET, tools=({"type": "function", "function": {"name": "f"}},)),
+    PromptCompletion(where="data.jsonl:2", prompt="😀", completion=""),
+]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "completion", "all"])
+def test_a_batch_is_what_its_records_are_one_by_one(smollm2: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
+    """Chats, plain text and refused records keep their places."""
+    batch = encode_batch(BATCH, smollm2, loss_on)
+    assert len(batch) == len(BATCH)
+    for record, found in zip(BATCH, batch, strict=True):
+        if isinstance(record, Conversation) and record.tools:
+            assert isinstance(found, DataError)
+            with pytest.raises(DataError) as raised:
+                encode(record, smollm2, loss_on)
+            assert str(raised.value) == str(found)
+        else:
+            expected = encode(record, smollm2, loss_on)
+            assert isinstance(found, Sample)
+            assert found.where == record.where
+            assert found.token_ids.tolist() == expected.token_ids.tolist()
+            assert found.learnt.tolist() == expected.learnt.tolist()
+    assert encode_batch([], smollm2, loss_on) == []
+
+
+def test_a_batch_of_chats_is_one_call_of_the_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's threads work on all of them at the same time."""
+    calls: list[int] = []
+    original = type(tokenizer).__call__
+
+    def counted(self: Any, texts: Any, **settings: Any) -> Any:
+        calls.append(len(texts))
+        return original(self, texts, **settings)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    encode_batch([*CONVERSATIONS, *CONVERSATIONS], tokenizer, "assistant")
+    assert calls == [2 * len(CONVERSATIONS)]
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "learnt"), [("assistant", "Ciao."), ("last_assistant", "Ciao."), ("completion", "Ciao."), ("all", None)]
+)
+@pytest.mark.parametrize("kind", ["marked", "unmarked"])
+def test_turns_of_the_prompt_are_not_learnt(
+    request: pytest.FixtureRequest, learnt_text: LearntText, kind: str, loss_on: LossOn, learnt: str | None
+) -> None:
+    """A record of prompt and completion may have answers in its prompt; loss on all means all of it."""
+    tokenizer = request.getfixturevalue(kind)
+    sample = encode(attrs.evolve(TICKET, num_prompt_messages=4), tokenizer, loss_on)
+    if learnt is None:
+        assert sample.num_learnt == sample.num_tokens - 1
+    else:
+        assert learnt_text(sample, tokenizer) == f"{learnt}<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["marked", "unmarked"])
+def test_a_record_whose_answers_are_all_given_has_nothing_to_learn(request: pytest.FixtureRequest, kind: str) -> None:
+    """It is counted elsewhere, and no error here."""
+    record = attrs.evolve(ANSWERS, num_prompt_messages=3)
+    for loss_on in ("assistant", "last_assistant", "completion"):
+        assert encode(record, request.getfixturevalue(kind), loss_on).num_learnt == 0
+
+
+def test_thought_and_answer_that_are_marked_apart_belong_to_one_turn(
+    tokenizer: PreTrainedTokenizerBase, learnt_text: LearntText
+) -> None:
+    """The last turn is all that the template marks of it, and what is given before is not learnt."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}"
+        "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% else %}"
+        "{% generation %}<|endoftext|>{% endgeneration %}{% endif %}"
+    )
+    thoughts = [attrs.evolve(m, extra={"reasoning_content": "Hm."}) for m in TICKET.messages]
+    record = attrs.evolve(TICKET, messages=tuple(thoughts))
+    last = "<think>Hm.</think>Ciao.<|im_end|><|endoftext|>"
+    assert learnt_text(encode(record, tokenizer, "assistant"), tokenizer).endswith(f"Hello!<|im_end|>{last}")
+    assert learnt_text(encode(record, tokenizer, "last_assistant"), tokenizer) == last
+    prompted = attrs.evolve(record, num_prompt_messages=3)
+    assert learnt_text(encode(prompted, tokenizer, "assistant"), tokenizer) == last
+
+
+@given(
+    text=st.text(st.sampled_from("ab \n\t😀é世<|im_end>"), max_size=40),
+    spans=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=3),
+    kind=st.sampled_from(["smollm2", "trimming", "mistral", "gemma", "llama3"]),
+)
+@settings(max_examples=300)
+def test_the_learnt_tokens_are_those_that_share_a_character_with_a_span(
+    smollm2: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]], kind: str
+) -> None:
+    """What the tokenizer is asked for agrees with all of its offsets, for every kind of tokenizer."""
+    own = {"smollm2": lambda: smollm2, "trimming": train_trimming}
+    backend = own.get(kind, lambda: trained_tokenizer(kind))()
+    encoding = backend(text, return_offsets_mapping=True, add_special_tokens=kind == "trimming")
+    spans = [(start, min(past, len(text))) for start, past in spans if start < min(past, len(text))]
+    expected = [any(end > a and start < b for a, b in spans) for start, end in encoding["offset_mapping"]]
+    assert _covered(encoding.encodings[0], spans).tolist() == expected

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptrain.data.packing import one_sample_rows, packed_rows
+from ckptrain.data.packing import join_rows, one_sample_rows, packed_rows
+
+GOLDEN = ((8, 7), (2, 0), (1, 3), (4, 6), (5, 9))
 
 
 def fewest_rows(lengths: list[int], row_tokens: int) -> int:
@@ -45,8 +48,8 @@ def test_a_hundred_thousand_samples_are_packed_almost_full_within_seconds() -> N
 def test_rows_depend_on_the_seed_and_on_nothing_else() -> None:
     """A resume must find the rows of the run it goes on with."""
     lengths = [8, 8, 8, 5, 5, 3, 3, 3, 8, 8, 8, 8] * 10
-    assert packed_rows(lengths, 20, 1) == packed_rows(tuple(lengths), 20, 1)
-    assert packed_rows(lengths, 20, 1) != packed_rows(lengths, 20, 2)
+    assert tuple(packed_rows(lengths, 20, 1)) == tuple(packed_rows(tuple(lengths), 20, 1))
+    assert tuple(packed_rows(lengths, 20, 1)) != tuple(packed_rows(lengths, 20, 2))
 
 
 def test_samples_of_one_length_are_mixed() -> None:
@@ -64,4 +67,24 @@ def test_a_sample_that_no_row_takes_is_a_fault_of_the_caller() -> None:
 
 def test_without_packing_a_row_is_a_sample() -> None:
     """In the order of the file; the order of training shuffles them."""
-    assert one_sample_rows(3) == ((0,), (1,), (2,))
+    assert tuple(one_sample_rows(3)) == ((0,), (1,), (2,))
+
+
+def test_rows_are_those_that_earlier_checkpoints_were_trained_in() -> None:
+    """These must never change: a checkpoint says how many rows were consumed, not what was in them."""
+    rows = packed_rows([3, 7, 7, 2, 5, 5, 5, 1, 9, 4], 10, 1234)
+    assert tuple(rows) == GOLDEN
+
+
+@given(st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=20), min_size=1, max_size=4))
+def test_joined_rows_are_those_of_the_parts(parts: list[list[int]]) -> None:
+    """Samples of the next part are numbered after those of the one before."""
+    firsts = np.cumsum([0, *[len(part) for part in parts]])
+    rows = [packed_rows(part, 16, 0) for part in parts]
+    joined = join_rows(
+        [own.renumbered(np.arange(first, first + len(part))) for own, first, part in zip(rows, firsts, parts)]
+    )
+    expected = [tuple(int(first) + i for i in row) for own, first in zip(rows, firsts) for row in own]
+    assert list(joined) == expected
+    assert len(joined) == len(expected)
+    assert joined[1:3] == tuple(expected[1:3])

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from ckptrain.config.schema import SourceConfig
 from ckptrain.data.chat import encode
-from ckptrain.data.records import Conversation, read_records
+from ckptrain.data.records import Conversation
+from ckptrain.data.sources import iterate, locate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = ("tickets_train.jsonl", "tickets_val.jsonl")
@@ -19,7 +21,8 @@ FILES = ("tickets_train.jsonl", "tickets_val.jsonl")
 
 def tickets(name: str) -> list[Conversation]:
     """Read one of the shipped files."""
-    return [record for record in read_records(EXAMPLES / "data" / name) if isinstance(record, Conversation)]
+    located = locate(SourceConfig(path=str(EXAMPLES / "data" / name)), "train")
+    return [record for record in iterate(located, "auto", {}) if isinstance(record, Conversation)]
 
 
 def test_the_script_makes_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:

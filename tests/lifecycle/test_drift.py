@@ -33,7 +33,8 @@ def test_flattened_configurations_have_the_keys_of_the_table(config: RunConfig) 
         (Kind.IDENTITY, "model.dtype lora.kind lora.dim lora.alpha lora.lora_dtype lora.enabled data.loss_on"),
         (
             Kind.ORDER,
-            "train.global_batch_size train.seed data.packing data.sequence_length data.format data.on_too_long",
+            "train.global_batch_size train.seed data.packing data.sequence_length data.format data.on_too_long"
+            " data.split_validation_size",
         ),
     ],
 )

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from support.launch import launch, run_training
 from transformers import AutoModelForCausalLM
 
+from ckptrain.config.base import locate_base
 from ckptrain.config.schedule import learning_rate
 from ckptrain.config.schema import RunConfig
-from ckptrain.convert.pretrained import load_tokenizer
 from ckptrain.convert.to_peft import export_adapter
 from ckptrain.data.batches import BatchLayout, BatchSource
-from ckptrain.data.dataset import build_dataset
+from ckptrain.data.dataset import build_datasets
+from ckptrain.training.tokens import tokenisation
 
 
 def train_with_peft(config: RunConfig, base_directory: Path, adapter: Path, trained: Path) -> list[tuple[float, float]]:
@@ -33,7 +34,8 @@ def train_with_peft(config: RunConfig, base_directory: Path, adapter: Path, trai
     optimizer = torch.optim.AdamW(
         trainable, lr=0.0, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
     )
-    data = build_dataset(Path(config.data.train), config.data, load_tokenizer(base_directory), config.train.seed)
+    how = tokenisation(locate_base(config.model), config.data)
+    data = build_datasets(config.data, how, config.train.seed).train
     source = BatchSource(
         dataset=data, seed=config.train.seed, global_batch_size=4, layout=BatchLayout(micro_batch_size=4)
     )
