@@ -5,6 +5,7 @@ from __future__ import annotations
 import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
 
 # isort: split
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ckptrain.data.batches import MicroBatch
+from ckptrain.data.context import ContextPart, context_part, padded_length
 from ckptrain.megatron.dora import norms_kept
 from ckptrain.megatron.platform import enter_platform
 
@@ -34,15 +36,49 @@ class StepResult:
     grad_norm: float
 
 
-def _packed(batch: MicroBatch, layout: str, device: torch.device) -> PackedSeqParams:
-    boundaries = batch.cu_seqlens.to(device, non_blocking=True)
+def _cut(batches: Sequence[MicroBatch]) -> list[ContextPart]:
+    """Return what this context parallel process computes of a step's micro-batches; all stages cut them alike."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    whole_length = 0
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        # Stages exchange activations of one agreed shape, and padding sequences makes micro-batches differ.
+        whole_length = max(padded_length(batch, size) for batch in batches)
+    return [context_part(batch, rank, size, whole_length) for batch in batches]
+
+
+def _packed(part: ContextPart, layout: str, device: torch.device) -> PackedSeqParams:
+    is_cut = parallel_state.get_context_parallel_world_size() > 1
+    padded = part.cu_seqlens_padded.to(device, non_blocking=True) if is_cut else None
+    # To Transformer Engine padding is the end of its sequence, which causal attention hides from what comes before.
+    boundaries = padded if is_cut and layout == "thd" else part.cu_seqlens.to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format=layout,
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=part.max_seqlen,
+        max_seqlen_kv=part.max_seqlen,
     )
+
+
+@contextlib.contextmanager
+def _angles_cut(part: ContextPart, model: Any) -> Iterator[None]:
+    """Let our rotary embedding, which knows whole rows, compute the angles of a part; megatron-core cuts its own."""
+    if parallel_state.get_context_parallel_world_size() == 1 or get_model_config(model).packed_format == "thd":
+        yield
+        return
+
+    def cut(_: Any, given: tuple[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...]]:
+        of_whole_row = given[0]  # of each token its position and its sequence's length
+        origin = part.origin.clamp(min=0).to(of_whole_row[0].device)
+        return (tuple(each[origin] for each in of_whole_row),)
+
+    hook = get_attr_wrapped_model(model, "rotary_pos_emb").register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _losses_of_learnt_tokens(**given: Any) -> Tensor:
@@ -78,24 +114,25 @@ def _logits_where_asked(**given: Any) -> Tensor:
     return (logits[where] if sharded else logits).squeeze(1).float()
 
 
-def _run_model(model: Any, batch: MicroBatch, processor: Any, where: Tensor) -> Tensor:
+def _run_model(model: Any, part: ContextPart, processor: Any, where: Tensor) -> Tensor:
     device = enter_platform().device
-    output: Tensor = model(
-        input_ids=batch.tokens.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        attention_mask=None,
-        labels=batch.labels.to(device, non_blocking=True),
-        packed_seq_params=_packed(batch, get_model_config(model).packed_format, device),
-        output_processor=processor,
-        output_processor_context=where.to(device),
-    )
+    with _angles_cut(part, model):
+        output: Tensor = model(
+            input_ids=part.tokens.to(device, non_blocking=True),
+            position_ids=part.position_ids.to(device, non_blocking=True),
+            attention_mask=None,
+            labels=part.labels.to(device, non_blocking=True),
+            packed_seq_params=_packed(part, get_model_config(model).packed_format, device),
+            output_processor=processor,
+            output_processor_context=where.to(device),
+        )
     return output
 
 
-def _forward_for_loss(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-    batch = next(batches)
-    where = batch.loss_mask.flatten().nonzero().flatten()
-    return _run_model(model, batch, _losses_of_learnt_tokens, where), _sum_losses
+def _forward_for_loss(parts: Iterator[ContextPart], model: Any) -> tuple[Tensor, Any]:
+    part = next(parts)
+    where = part.loss_mask.flatten().nonzero().flatten()
+    return _run_model(model, part, _losses_of_learnt_tokens, where), _sum_losses
 
 
 def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -106,13 +143,14 @@ def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bool, forward: Any) -> list[Any]:
+    parts = _cut(batches)
     with norms_kept(model):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batches),
+            data_iterator=iter(parts),
             model=[model],
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1],
+            num_microbatches=len(parts),
+            seq_length=parts[0].whole_length,
             micro_batch_size=1,  # a micro-batch is one flat row of packed sequences
             forward_only=forward_only,
         )
@@ -167,9 +205,11 @@ def logits_at(model: Any, batch: MicroBatch, positions: Tensor) -> Tensor | None
     The vocabulary may be padded at its end for tensor parallelism.
     """
 
-    def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-        output = _run_model(model, next(batches), _logits_where_asked, positions)
-        return output, partial(_keep, output)
+    def forward(parts: Iterator[ContextPart], model: Any) -> tuple[Tensor, Any]:
+        part = next(parts)
+        here, where = part.find(positions)
+        output = _run_model(model, part, _logits_where_asked, where)
+        return output, partial(_keep, here.to(output.device))
 
     model.eval()
     try:
@@ -179,5 +219,10 @@ def logits_at(model: Any, batch: MicroBatch, positions: Tensor) -> Tensor | None
     return kept[0] if kept else None
 
 
-def _keep(output: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return output.new_zeros(()), torch.tensor(1, dtype=torch.int, device=output.device), output
+def _keep(here: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the logits of all asked positions, also those of other context parallel processes; `here` are our own."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        own, logits = logits, logits.new_zeros(len(here), logits.shape[1])
+        logits[here] = own
+        dist.all_reduce(logits, group=parallel_state.get_context_parallel_group())
+    return logits.new_zeros(()), torch.tensor(1, dtype=torch.int, device=logits.device), logits
