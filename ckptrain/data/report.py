@@ -36,7 +36,7 @@ def shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> ShownSample:
         where=sample.where,
         num_tokens=sample.num_tokens,
         num_learnt=sample.num_learnt,
-        pieces=tuple((is_learnt, str(tokenizer.decode([token for _, token in pairs]))) for is_learnt, pairs in groups),
+        pieces=tuple((is_learnt, _text(tokenizer, [token for _, token in pairs])) for is_learnt, pairs in groups),
     )
 
 
@@ -53,3 +53,7 @@ def data_report(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
         "rows_per_epoch": order.epoch_length,
         "shown": [attrs.asdict(shown(dataset.samples[index], tokenizer)) for index in first_samples],
     }
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))  # as it is, not made nicer

@@ -47,7 +47,8 @@ HARD = {
     ),
     "rewritten history, counted loop": (
         "{% for i in range(messages|length) %}{% set m = messages[i] %}[{{ m.role }}]"
-        "{% if m.role == 'assistant' and loop.last %}<>{% endif %}{{ m.content|trim }}[end]\n{% endfor %}"
+        "{% if m.role == 'assistant' and loop.last %}<>{% endif %}{{ m.content|trim }}[end]"
+        "{{ '\n' if loop.last and m.role == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     ),
     "written by a macro": (
@@ -62,6 +63,14 @@ HARD = {
     "the prompt is written in the loop": (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}"
         "{% if loop.last and add_generation_prompt %}[assistant]{% endif %}{% endfor %}"
+    ),
+    "the whole ends behind the loop": (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% else %}{{ eos_token }}{% endif %}"
+    ),
+    "turns are kept apart": (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% if m.role == 'assistant' and not loop.last %}"
+        "[next]{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     ),
     "history has no thought, the prompt has": (
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last %}<>{% endif %}"
@@ -278,6 +287,8 @@ def test_where_the_whole_begins_with_a_turn_nothing_else_is_learnt(text: str, co
         ("written by a macro", [" Hello! [end]", "Ciao.[end]"]),
         ("the last turn ends otherwise", [" Hello! [end]", "Ciao.[return]"]),
         ("the prompt is written in the loop", [" Hello! </s>", "Ciao.</s>"]),
+        ("the whole ends behind the loop", [" Hello! [end]", "Ciao.[end]</s>"]),
+        ("turns are kept apart", [" Hello! [end]", "Ciao.[end]"]),
         ("history has no thought, the prompt has", [" Hello! [end]", "Ciao.[end]"]),
     ],
 )
@@ -303,12 +314,16 @@ def test_qwen3_learns_the_thoughts_that_it_shows(tokenizer_of: Any, learnt_text:
     assert learnt_text(encode(TWICE, tokenizer, "assistant"), tokenizer) == learnt
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_conversation_is_rendered_once(tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+EASY = ("the prompt is written in the loop", "the whole ends behind the loop", "history has no thought, the prompt has")
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *EASY])
+def test_a_long_conversation_is_rendered_once(tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Ten turns need no twenty renderings."""
-    tokenizer = with_chat_template(tokenizer_of(family), unmarked_text(family))
+    text = HARD[kind] if kind in EASY else unmarked_text(kind)
+    tokenizer = with_chat_template(tokenizer_of(kind if kind in FAMILIES else "qwen3"), text)
     turns = [turn for number in range(10) for turn in (("user", f"{number}?"), ("assistant", f"{number}"))]
-    record = conversation(*turns, tools=() if family in WITHOUT_TOOLS else (TOOL,))
+    record = conversation(*turns, tools=(TOOL,) if "tools" in text else ())
     expected = encode(record, tokenizer, "assistant")
     renderings: list[object] = []
     render = jinja2.Template.render
