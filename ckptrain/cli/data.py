@@ -16,6 +16,12 @@ from ckptrain.cli.page import Row, facts
 from ckptrain.cli.wording import count_text, plural
 
 _LEARNT, _GIVEN = "bold green", "dim"
+# A sample may hold what would move the cursor or worse: such characters are shown by their pictures.
+_PICTURES = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
 def data_answer(source: Path, overrides: tuple[str, ...], num_shown: int) -> Answer:
@@ -93,4 +99,5 @@ def _show_sample(title: str, sample: Mapping[str, Any], console: Console) -> Non
             ("learnt", _LEARNT),
         )
     )
-    console.print(Text.assemble(*((text, _LEARNT if learnt else _GIVEN) for learnt, text in sample["pieces"])))
+    pieces = ((text.translate(_PICTURES), _LEARNT if learnt else _GIVEN) for learnt, text in sample["pieces"])
+    console.print(Text.assemble(*pieces))

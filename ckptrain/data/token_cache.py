@@ -2,7 +2,7 @@
 
     tokens.bin   int32 [tokens], sample after sample, in the order of the records
     learnt.bin   bool [tokens], whether the loss is taken on the token
-    samples.npy  one entry a sample: where its tokens begin and end, how many are learnt, which file and line it was
+    samples.bin  one entry a sample: where its tokens begin and end, how many are learnt, which file and line it was
     index.json   what the tokens were made from, and how many there are; written last
 
 Nothing is cut or left out here, so that one cache serves every sequence length.
@@ -23,7 +23,7 @@ import orjson
 
 from ckptrain.data.chat import Sample
 
-_TOKENS, _LEARNT, _SAMPLES, _INDEX = "tokens.bin", "learnt.bin", "samples.npy", "index.json"
+_TOKENS, _LEARNT, _SAMPLES, _INDEX = "tokens.bin", "learnt.bin", "samples.bin", "index.json"
 _SAMPLE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("num_learnt", "<i4"), ("file", "<i4"), ("line", "<i8")])
 
 
@@ -36,7 +36,7 @@ class TokenCache:
     learnt: npt.NDArray[np.bool_]
     """[T], mapped from disk."""
     samples: npt.NDArray[np.void]
-    """[N] of `begin`, `end`, `num_learnt`, `file`, `line`."""
+    """[N] of `begin`, `end`, `num_learnt`, `file`, `line`; mapped from disk."""
     places: tuple[str, ...]
     """For each file, what stands before the line's number where a sample is named: `data.jsonl:`, `data.csv:row `."""
 
@@ -63,8 +63,7 @@ class TokenCache:
 
     def learnt_within(self, index: int, num_tokens: int) -> int:
         """Return how many of a sample's first `num_tokens` tokens are learnt."""
-        begin = int(self.samples["begin"][index])
-        return int(self.learnt[begin : begin + num_tokens].sum())
+        return self.sample(index, num_tokens).num_learnt
 
 
 class TokenCacheWriter:
@@ -75,7 +74,7 @@ class TokenCacheWriter:
         self._directory = directory
         self._files = [str(file) for file in files]
         self._made_from = made_from
-        self._entries: list[npt.NDArray[np.void]] = []
+        self._num_samples = 0
         self._num_tokens = 0
         self._file_of: dict[str, int] = {}
         self._separators = [""] * len(files)
@@ -83,13 +82,14 @@ class TokenCacheWriter:
     def __enter__(self) -> Self:
         self._tokens = (self._directory / _TOKENS).open("wb")
         self._learnt = (self._directory / _LEARNT).open("wb")
+        self._samples = (self._directory / _SAMPLES).open("wb")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tokens.close()
-        self._learnt.close()
+        for file in (self._tokens, self._learnt, self._samples):
+            file.close()
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Append samples."""
@@ -104,21 +104,18 @@ class TokenCacheWriter:
         entries["file"], entries["line"] = np.array(places, dtype=np.int64).T
         self._tokens.write(np.concatenate([sample.token_ids for sample in samples]).astype("<i4").tobytes())
         self._learnt.write(np.concatenate([sample.learnt for sample in samples]).tobytes())
+        self._samples.write(entries.tobytes())
         self._num_tokens = int(entries["end"][-1])
-        self._entries.append(entries)
+        self._num_samples += len(entries)
 
     def finish(self) -> None:
         """Write what makes the directory a cache, after everything else is on disk."""
-        entries = np.concatenate(self._entries) if self._entries else np.zeros(0, dtype=_SAMPLE)
-        with (self._directory / _SAMPLES).open("wb") as file:
-            np.save(file, entries)
-            _sync(file)
-        for file in (self._tokens, self._learnt):
+        for file in (self._tokens, self._learnt, self._samples):
             _sync(file)
         index = {
             "made_from": self._made_from,
             "num_tokens": self._num_tokens,
-            "num_samples": len(entries),
+            "num_samples": self._num_samples,
             "separators": self._separators,
         }
         with (self._directory / _INDEX).open("wb") as file:
@@ -142,16 +139,26 @@ def open_token_cache(directory: Path, files: Sequence[Path]) -> TokenCache | Non
     """
     try:
         index = orjson.loads((directory / _INDEX).read_bytes())
-        samples = np.load(directory / _SAMPLES, allow_pickle=False)
         num_tokens, num_samples = index["num_tokens"], index["num_samples"]
-        places = tuple(f"{file}{separator}" for file, separator in zip(files, index["separators"], strict=True))
-        tokens = np.memmap(directory / _TOKENS, dtype="<i4", mode="r") if num_tokens else np.zeros(0, dtype=np.int32)
-        learnt = np.memmap(directory / _LEARNT, dtype=np.bool_, mode="r") if num_tokens else np.zeros(0, dtype=np.bool_)
+        return TokenCache(
+            tokens=_mapped(directory / _TOKENS, np.dtype("<i4"), num_tokens),
+            learnt=_mapped(directory / _LEARNT, np.dtype(np.bool_), num_tokens),
+            samples=_mapped(directory / _SAMPLES, _SAMPLE, num_samples),
+            places=tuple(f"{file}{separator}" for file, separator in zip(files, index["separators"], strict=True)),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if samples.dtype != _SAMPLE or (len(samples), len(tokens), len(learnt)) != (num_samples, num_tokens, num_tokens):
-        return None
-    return TokenCache(tokens=tokens, learnt=learnt, samples=samples, places=places)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """Map an array of `count` elements into memory.
+
+    Raises:
+        ValueError: the file has another size.
+    """
+    if path.stat().st_size != count * dtype.itemsize:
+        raise ValueError(f"{path} does not hold {count} elements")
+    return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype=dtype)  # an empty file has no map
 
 
 def _sync(file: IO[bytes]) -> None:

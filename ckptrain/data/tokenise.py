@@ -129,6 +129,8 @@ def _build(
         with TokenCacheWriter(staging, source.files, made_from) as writer:
             _write(writer, source, iterate(source, record_format, columns), how, tell)
             writer.finish()
+        if attrs.evolve(source).fingerprint() != made_from["rows"]:
+            raise DataError(f"{source.name} changed while it was tokenised", ["start again when it is written whole"])
         staging.rename(directory)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -155,7 +157,9 @@ def _write(
             if len(refused) > _MOST_PROBLEMS:
                 break
     if malformed:
-        raise DataError(f"{source.name} has {len(malformed)} malformed row(s)", shorten(malformed))
+        more = "more than " if len(malformed) > _MOST_PROBLEMS else ""
+        count = min(len(malformed), _MOST_PROBLEMS)
+        raise DataError(f"{source.name} has {more}{count} malformed row(s)", shorten(malformed))
     if refused:
         raise DataError(f"{source.name} cannot be tokenised", shorten(refused))
     if not done:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 _AHEAD = 2
 """Batches that a worker may have waiting: it never starves, and memory stays that of a few batches."""
+
+# A launcher or a terminal sends them to every process of a run; a worker ends with its input, or is killed.
+_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 type Batch = tuple[Record, ...]
 type Encoded = list[Sample | DataError]
@@ -40,14 +45,20 @@ class TokeniserWorkers:
 
     def __enter__(self) -> Self:
         # Cores are used by having several processes, not by threads in each.
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        }
         environment["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch, see `main`
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "ckptrain.data.workers"],
+                # -P: modules are those of this process, and no file of the working directory is taken for one.
+                [sys.executable, "-P", "-m", "ckptrain.data.workers"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=environment,
             )
             for _ in range(self._count)
         ]
@@ -111,8 +122,10 @@ def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 def main() -> None:
     """Be a worker, until the input ends."""
-    # transformers imports torch where it finds it, which no tokenizer needs: that would be most of a worker's start, and
-    # four fifths of its memory.
+    for number in _FOR_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)
+    # transformers imports torch where it finds it, which no tokenizer needs: that would be most of a worker's start,
+    # and four fifths of its memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer

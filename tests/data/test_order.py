@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptrain.data.order import RowOrder, permutation, rows_per_epoch
 
-MIXED = (7, 2, 8, 6, 5, 6, 3, 7, 8, 1, 6, 4, 0, 8, 7)
+MIXED = (6, 5, 8, 7, 2, 7, 1, 6, 8, 3, 7, 4, 0, 8, 6)
 GOLDEN = (8, 9, 7, 3, 0, 1, 4, 2, 5, 6, 0, 9, 5, 6, 4, 2, 8, 1, 7, 3)
 
 
