@@ -120,7 +120,11 @@ class ParallelConfig:
 
     tensor: int = option("Tensor parallel size; must divide the attention heads.", default=1, at_least=1)
     pipeline: int = option("Pipeline stages; must divide the layers.", default=1, at_least=1)
-    context: int = option("Context parallel size: processes that share the tokens of every sample (model.backend=local).", default=1, at_least=1)
+    context: int = option(
+        "Context parallel size: processes that share the tokens of every sample (model.backend=local).",
+        default=1,
+        at_least=1,
+    )
     expert: int = option("Expert parallel size (mixture-of-experts models).", default=1, at_least=1)
     sequence: bool = option(
         "Sequence parallelism: shard the activations between tensor parallel regions.", default=False

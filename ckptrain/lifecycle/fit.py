@@ -35,9 +35,9 @@ def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
         problems.append(
             f"the tokenizer or its chat template is {_short(checkpoint.tokenizer_fingerprint)} there and"
             f" {_short(run.tokenizer_fingerprint)} now, so the same text gives other tokens; restore the base model's"
-            f" tokenizer files or {_NEW_RUN}"
+            f" tokenizer files, and the file that data.chat_template names if it does, or {_NEW_RUN}"
         )
-    return problems + _data_problems(run.data, checkpoint.data)
+    return problems + data_problems(run.data, checkpoint.data)
 
 
 def warm_start_problems(run: RunFacts, source: AdapterFacts) -> list[str]:
@@ -149,11 +149,13 @@ def _only(where: str, names: set[str], shown: int = 2) -> str:
     return f", only {where}: {', '.join(sorted(names)[:shown])}{more}"
 
 
-def _data_problems(here: DataIdentity, there: DataIdentity) -> list[str]:
+def data_problems(here: DataIdentity, there: DataIdentity) -> list[str]:
+    """Return what makes the samples of two runs, or their order, differ; counts once both sides know them."""
     if here.fingerprint != there.fingerprint:
         problem = (
             f"the training data is {_short(there.fingerprint)} there and {_short(here.fingerprint)} now, so the samples"
-            f" after the checkpoint would be others; set data.train to the file of that run or {_NEW_RUN}"
+            " after the checkpoint would be others; set data.train to the files of that run, with its format, columns,"
+            f" split and weights, or {_NEW_RUN}"
         )
         return [problem]
     counts = (("samples", there.num_samples, here.num_samples), ("rows", there.num_rows, here.num_rows))

@@ -22,7 +22,16 @@ from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
 from ckptrain.config.schedule import learning_rate
 from ckptrain.convert.sources import open_source
 from ckptrain.data.prefetch import Prefetcher
-from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError, ClaimLost, ConfigError, TrainingDiverged
+from ckptrain.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED_EARLY,
+    CkptrainError,
+    ClaimLost,
+    ConfigError,
+    StartRefused,
+    TrainingDiverged,
+)
+from ckptrain.lifecycle.fit import data_problems
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
@@ -138,6 +147,7 @@ class _Run:
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
             data = set_up_data(self.survey, self.told)
             self._tell_data(data)
+            self._check_order(data)
             setup = set_up_model(self.survey, self.lifecycle, self.told)
             self._restore(plan, setup)
             self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
@@ -160,6 +170,16 @@ class _Run:
         if data.validation is not None:
             self.journal.record("data", validation=attrs.asdict(data.validation.summary))
             self.told.on_progress(f"validation data: {data.validation.summary.describe()}")
+
+    def _check_order(self, data: DataSetup) -> None:
+        """Refuse a resume whose samples or rows are not as many as they were: their order would be another.
+
+        Raises:
+            StartRefused: another version of ckptrain or of a library makes other samples of the same files.
+        """
+        saved = self.start.checkpoint.manifest.data if self.start.checkpoint is not None else None
+        if saved is not None and (problems := data_problems(data.identity, saved)):
+            raise StartRefused(f"cannot go on with the run in {self.run_dir}", problems)
 
     def _restore(self, plan: StartPlan, setup: ModelSetup) -> None:
         if isinstance(plan, FreshStart):

@@ -68,7 +68,7 @@ class Saver:
         self._survey = survey
         self._setup = setup
         self._run_id = run_id
-        self._data = attrs.evolve(survey.data, num_samples=len(data.train.samples), num_rows=len(data.train.rows))
+        self._data = data.identity
         self._adapters = HostCopy(setup.store.adapters())
         self._optimizer = HostCopy(setup.store.optimizer(setup.optimizer))
         self._writer = CheckpointWriter(

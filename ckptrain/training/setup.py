@@ -16,6 +16,8 @@ from ckptrain.convert.pretrained import local_directory
 from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, validation_batches
 from ckptrain.data.chat import Prompt, prompt_of
 from ckptrain.data.dataset import Dataset, build_datasets
+from ckptrain.errors import DataError
+from ckptrain.lifecycle.facts import DataIdentity
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
@@ -24,6 +26,7 @@ from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
 from ckptrain.megatron.platform import choose_backend, enter_platform
 from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.observers import Observer
+from ckptrain.training.revisions import identify_data
 from ckptrain.training.start import Survey
 from ckptrain.training.tokens import tokenisation
 
@@ -34,6 +37,8 @@ class DataSetup:
 
     train: Dataset
     validation: Dataset | None
+    identity: DataIdentity
+    """That of the survey, with the counts that are known now."""
     source: BatchSource
     validation_batches: tuple[MicroBatch, ...]
     prompt: Prompt | None
@@ -67,12 +72,13 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
     """Tokenise the data, or find it in the cache, and lay it out for this rank; collective.
 
     Raises:
-        DataError: a file is malformed, or a sample does not fit.
+        DataError: a file is malformed, has changed since the start was decided, or a sample does not fit.
     """
     config, layout = survey.config, survey.layout
     told = observer or Observer()
     how = together(lambda: tokenisation(survey.base, config.data))
     built = together(lambda: build_datasets(config.data, how, config.train.seed, told.on_tokenising))
+    together(lambda: _check_unchanged(survey))
     train, validation = built.train, built.validation
     deal = BatchLayout(
         micro_batch_size=config.train.micro_batch_size,
@@ -85,6 +91,7 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
     return DataSetup(
         train=train,
         validation=validation,
+        identity=attrs.evolve(survey.data, num_samples=len(train.samples), num_rows=len(train.rows)),
         source=BatchSource(
             dataset=train, seed=config.train.seed, global_batch_size=config.train.global_batch_size, layout=deal
         ),
@@ -92,6 +99,13 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
         prompt=prompt_of(validation.first_record(), how.tokenizer) if asks and validation is not None else None,
         tokenizer=how.tokenizer,
     )
+
+
+def _check_unchanged(survey: Survey) -> None:
+    """Refuse files that were written to after it was decided, by their content, what this start means."""
+    _, found = identify_data(survey.config.data, None)
+    if found != survey.data:
+        raise DataError("the data changed while the run was starting", ["start again when its files are written whole"])
 
 
 def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> ModelSetup:

@@ -1,4 +1,4 @@
-"""How do the rows of a run become tokens? Its tokenizer with its chat template; nothing of Megatron is needed for it."""
+"""How do the rows of a run become tokens? By its tokenizer and its chat template; nothing of Megatron is needed."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def test_a_mixture_has_the_shares_that_were_asked_for(mixture: list[tuple[int, f
     bounds = [0]
     for size in sizes:
         bounds.append(bounds[-1] + size)
-    drawn = [sum(first <= row < past for row in rows) for first, past in zip(bounds, bounds[1:], strict=False)]
+    drawn = [sum(first <= row < past for row in rows) for first, past in pairwise(bounds)]
     assert tuple(drawn) == shares
     assert any(share == size for share, size in zip(shares, sizes, strict=True))
     scale = min(size / weight for size, weight in mixture)

@@ -82,9 +82,12 @@ def test_joined_rows_are_those_of_the_parts(parts: list[list[int]]) -> None:
     firsts = np.cumsum([0, *[len(part) for part in parts]])
     rows = [packed_rows(part, 16, 0) for part in parts]
     joined = join_rows(
-        [own.renumbered(np.arange(first, first + len(part))) for own, first, part in zip(rows, firsts, parts)]
+        [
+            own.renumbered(np.arange(first, first + len(part)))
+            for own, first, part in zip(rows, firsts[:-1], parts, strict=True)
+        ]
     )
-    expected = [tuple(int(first) + i for i in row) for own, first in zip(rows, firsts) for row in own]
+    expected = [tuple(int(first) + i for i in row) for own, first in zip(rows, firsts[:-1], strict=True) for row in own]
     assert list(joined) == expected
     assert len(joined) == len(expected)
     assert joined[1:3] == tuple(expected[1:3])

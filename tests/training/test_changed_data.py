@@ -20,10 +20,12 @@ from support.data_runs import (
     write_numbered,
 )
 from support.files import data_files
+from support.hostile import change_manifest
 from tiny import write_llama
 
 from ckptrain.config.schema import RunConfig
-from ckptrain.errors import StartRefused
+from ckptrain.errors import DataError, StartRefused
+from ckptrain.training.observers import Observer
 
 STEPS = 4
 
@@ -189,3 +191,32 @@ def test_moved_files_workers_and_micro_batches_change_nothing(saved: Saved, tmp_
     assert len(steps) == STEPS - 2
     assert steps == seen_tokens([rank.steps for rank in changed])
     assert same[0].result.val_loss_after == pytest.approx(changed[0].result.val_loss_after, abs=1e-6)
+
+
+def test_another_number_of_rows_from_the_same_files_is_refused(saved: Saved) -> None:
+    """As another version would make them, which packs otherwise: known once the data is tokenised."""
+    copy = shutil.copytree(saved.run_dir, saved.new("run: another version"))
+    change_manifest(copy / "checkpoints/step-00000002", lambda said: said["data"].update(num_rows=99))
+    [(found,)] = run_all(1, {"": partial(run_recorded, saved.config(), copy)}).values()
+    assert isinstance(found, StartRefused)
+    assert "gives 99 rows there and" in str(found)
+
+
+class Rewriting(Observer):
+    """Writes to a file once a start has been decided."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_plan(self, plan: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write other rows, as many."""
+        write_numbered(self._path, range(10, 20))
+
+
+def test_files_that_change_while_a_run_starts_are_refused(saved: Saved, tmp_path: Path) -> None:
+    """What was decided by their fingerprint would not be what is trained on, and the checkpoint would say otherwise."""
+    path = write_numbered(tmp_path / "chats.jsonl", range(10))
+    config = saved.with_first(path=str(path))
+    [(found,)] = run_all(1, {"": partial(run_recorded, config, tmp_path / "run", [Rewriting(path)])}).values()
+    assert isinstance(found, DataError)
+    assert "changed while the run was starting" in str(found)
