@@ -99,7 +99,8 @@ def test_a_checkpoint_that_is_read_is_left(ask_json: AskJson, run_dir: Path, sav
 
 def test_a_run_without_its_data_can_be_pruned(ask: Ask, run_dir: Path, saved: dict[int, Any]) -> None:
     """Disks are tidied up on other machines, and after the data has gone."""
-    Path(load_config(run_dir / "run.yaml").data.train).unlink()
+    (source,) = load_config(run_dir / "run.yaml").data.train
+    Path(str(source.path)).unlink()
     assert ask("prune", run_dir).exit_code == 0
     assert left(run_dir) == [30, 40, 50]
 
