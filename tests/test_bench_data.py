@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import bench_data
-import data_contestants
 import numpy as np
 import pytest
-from bench_data import all_contestants, goals, main
-from data_contestants import Task, start_ours, start_theirs
+from bench_data import all_contestants, goals
 from data_memory import MemoryOfChildren, peak_of_process
-from data_shapes import LONGEST, MEDIAN, SHORTEST, Rows, draw_lengths, prepare
+from data_shapes import LONGEST, MEDIAN, SHORTEST, draw_lengths
 from tiny import write_tokenizer
 from transformers import AutoTokenizer
 
@@ -29,10 +28,40 @@ TEMPLATE = (
 )
 
 
-def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in a fork: a benchmark has to import everything anew, a test need not wait for it."""
+_CLEAN = """
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+sys.path[:0] = {paths!r}
+import bench_data
+import data_contestants
+import trl.trainer.sft_trainer  # before the forks, and so once
+
+
+def in_fork(function, *arguments):
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         return pool.submit(function, *arguments).result()
+
+
+bench_data.in_fresh_process = in_fork
+"""
+
+
+def in_clean_process(code: str, *arguments: str) -> str:
+    """Run code in an interpreter that has none of what other tests have left in this one, and return what it printed.
+
+    A benchmark has to import everything anew for each start; its test imports once, and forks.
+    """
+    paths = [str(Path(bench_data.__file__).parent), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", _CLEAN.format(paths=paths) + code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +75,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_both_train_on_the_same_tokens(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_train_on_the_same_tokens(tmp_path: Path, tokenizer: Path) -> None:
     """A small run gives a table and a JSON, and no file is left."""
-    import trl.trainer.sft_trainer  # noqa: F401  # here, before the forks, and so once
-
-    monkeypatch.setattr(bench_data, "in_fresh_process", in_fork)
     out, work = tmp_path / "out.json", tmp_path / "work"
     work.mkdir()
     small = ["--rows", "40", "--repeats", "1", "--seconds", "0.1", "--million", "20", "--workers", "0"]
-    assert main([*small, "--tokenizer", str(tokenizer), "--directory", str(work), "--json", str(out)]) == 0
+    places = ["--tokenizer", str(tokenizer), "--directory", str(work), "--json", str(out)]
+    printed = in_clean_process("sys.exit(bench_data.main(sys.argv[1:]))", *small, *places)
     report = json.loads(out.read_text())
     ours, theirs = report["contestants"]
     assert ours["content"] == theirs["content"]
@@ -76,35 +101,48 @@ def test_both_train_on_the_same_tokens(
     million = report["million"]
     assert [million[key]["records"] for key in ("first_run_tenth", "first_run_million", "second_run")] == [2, 20, 20]
     assert million["second_run"]["tokenise_s"] < million["first_run_million"]["tokenise_s"]
-    assert "the same tokens" in capsys.readouterr().out
+    assert "the same tokens" in printed
     assert list(work.iterdir()) == []
 
 
-def test_samples_that_differ_are_told(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+_CHANGED = """
+from pathlib import Path
+from data_contestants import Task, start_ours, start_theirs
+from data_shapes import Rows, prepare
+
+work, tokenizer = Path(sys.argv[1]), Path(sys.argv[2])
+in_fork(prepare, work, (), tokenizer, {"rows": Rows(count=3)})
+task = Task(
+    data=work / "rows.jsonl",
+    tokenizer=work / "tokenizer",
+    cache=work / "cache",
+    workers=0,
+    sequence_length=8192,
+    has_content=True,
+)
+their_samples = data_contestants._their_samples
+
+
+def changed(packed):
+    samples = list(their_samples(packed))
+    learnt = samples[0][1]
+    learnt[len(learnt) - 2] ^= True
+    return iter(samples)
+
+
+same = in_fork(start_ours, task).content
+assert in_fork(start_theirs, task).content == same
+data_contestants._their_samples = changed
+other = in_fork(start_theirs, task).content
+assert other.digest != same.digest
+assert (other.samples, other.tokens) == (same.samples, same.tokens)
+print("told apart")
+"""
+
+
+def test_samples_that_differ_are_told(tmp_path: Path, tokenizer: Path) -> None:
     """One token that is learnt by one of them only is another digest, though as many samples and tokens."""
-    in_fork(prepare, tmp_path, (), tokenizer, {"rows": Rows(count=3)})
-    task = Task(
-        data=tmp_path / "rows.jsonl",
-        tokenizer=tmp_path / "tokenizer",
-        cache=tmp_path / "cache",
-        workers=0,
-        sequence_length=8192,
-        has_content=True,
-    )
-    same = in_fork(start_ours, task).content
-    their_samples = data_contestants._their_samples
-
-    def changed(packed: Any) -> Any:
-        samples = list(their_samples(packed))
-        learnt = samples[0][1]
-        learnt[len(learnt) - 2] ^= True
-        return iter(samples)
-
-    assert in_fork(start_theirs, task).content == same
-    monkeypatch.setattr(data_contestants, "_their_samples", changed)
-    other = in_fork(start_theirs, task).content
-    assert other.digest != same.digest
-    assert (other.samples, other.tokens) == (same.samples, same.tokens)
+    assert "told apart" in in_clean_process(_CHANGED, str(tmp_path), str(tokenizer))
 
 
 def test_lengths_are_those_of_instruction_data() -> None:
@@ -118,7 +156,8 @@ def test_lengths_are_those_of_instruction_data() -> None:
 def test_memory_of_a_child_is_seen() -> None:
     """What it has allocated, as its own and of all children, while it had it."""
     with MemoryOfChildren() as memory:
-        peak = in_fork(_allocate, 200_000_000)
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+            peak = pool.submit(_allocate, 200_000_000).result()
         ended = time.monotonic()
     seen = memory.peak(ended)
     if not Path("/proc").is_dir():
