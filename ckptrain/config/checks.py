@@ -28,10 +28,15 @@ def unproven(config: RunConfig) -> list[str]:
     """
     parallel = config.parallel
     found = []
-    if parallel.sequence:
+    if parallel.sequence and config.model.backend != "local":
         found.append(
-            "parallel.sequence=true: with LoRA its losses leave those of one GPU from the third step on; set"
-            " parallel.sequence=false"
+            "parallel.sequence=true: sequence parallel training has been compared with one process for the local"
+            " layers, not for Transformer Engine's; set model.backend=local, or parallel.sequence=false"
+        )
+    if parallel.sequence and config.lora.a2a_experimental:
+        found.append(
+            "lora.a2a_experimental=true: under sequence parallelism it exchanges activations in a way that has not been"
+            " compared with one process; set lora.a2a_experimental=false"
         )
     if parallel.context > 1 and config.model.backend != "local":
         found.append(
@@ -53,7 +58,14 @@ def config_problems(config: RunConfig, *, check_inputs: bool = True) -> list[str
 
 def contradictions(config: RunConfig, *, check_inputs: bool = True) -> list[Contradiction]:
     """Return the same as `config_problems`, with the keys; without `check_inputs` no file is looked for."""
-    found = [*_model(config), *_lora(config), *_parallel(config), *_optimizer(config), *_validation(config)]
+    found = [
+        *_model(config),
+        *_fp8(config),
+        *_lora(config),
+        *_parallel(config),
+        *_optimizer(config),
+        *_validation(config),
+    ]
     found += _sources(config, check_inputs=check_inputs)
     return [*found, *_inputs(config)] if check_inputs else found
 
@@ -65,6 +77,23 @@ def _model(config: RunConfig) -> Iterator[Contradiction]:
             "model.revision, model.pretrained",
             f"model.revision is {model.revision!r}, but model.pretrained is local ({model.pretrained}) and has no"
             " revisions: remove model.revision",
+        )
+
+
+def _fp8(config: RunConfig) -> Iterator[Contradiction]:
+    if config.model.fp8 is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield _contradiction(
+            "model.fp8, model.dtype",
+            f"model.fp8={config.model.fp8} computes the frozen layers in 8 bits beside bfloat16, but model.dtype is"
+            f" {config.model.dtype}: set model.dtype=bfloat16, or model.fp8=null",
+        )
+    if config.lora.fused == "never":
+        yield _contradiction(
+            "model.fp8, lora.fused",
+            f"model.fp8={config.model.fp8} is computed by the fused layers, but lora.fused is never: set"
+            " lora.fused=auto, or model.fp8=null",
         )
 
 
@@ -117,12 +146,6 @@ def _parallel(config: RunConfig) -> Iterator[Contradiction]:
             "parallel.sequence, parallel.tensor",
             "parallel.sequence shards activations over the tensor parallel processes, but parallel.tensor is 1: set"
             " parallel.tensor to 2 or more, or parallel.sequence=false",
-        )
-    if parallel.sequence and config.model.backend == "local":
-        yield _contradiction(
-            "parallel.sequence, model.backend",
-            "parallel.sequence=true needs Transformer Engine, but model.backend is local: set"
-            " model.backend=transformer_engine, or remove parallel.sequence",
         )
     if train.global_batch_size % train.micro_batch_size:
         yield _contradiction(

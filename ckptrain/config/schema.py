@@ -46,6 +46,12 @@ class ModelConfig:
         "Type of the base weights and of the arithmetic; with bfloat16 the optimizer keeps float32 masters.",
         default="bfloat16",
     )
+    fp8: Literal["rowwise"] | None = option(
+        "Hold the frozen linear layers in 8 bits (e4m3, one scale for each row) and compute them so: half the time and"
+        " half the memory of bfloat16; adapters, attention and the output layer stay what they are. Needs a GPU of the"
+        " Hopper generation or later.",
+        default=None,
+    )
     backend: Literal["auto", "transformer_engine", "local"] = option(
         "Layers of Transformer Engine, or megatron-core's own; auto takes Transformer Engine where it is installed and"
         " there is a GPU.",
@@ -98,6 +104,11 @@ class LoraConfig:
     a2a_experimental: bool = option(
         "All-to-all instead of all-gather for adapters under sequence parallelism (Megatron-Bridge, experimental).",
         default=False,
+    )
+    fused: Literal["auto", "always", "never"] = option(
+        "Compute a layer and its adapters as one, which needs less time and memory; auto does so on a GPU where the"
+        " model and the adapters are of a kind that this was written for, and says so where it does not.",
+        default="auto",
     )
     lora_dtype: Literal["bfloat16", "float32"] | None = option(
         "Type of the adapter weights; null is the model's.", default=None
@@ -235,9 +246,19 @@ class TrainConfig:
         "auto resumes where this run has a checkpoint and starts otherwise; fresh and resume insist.", default="auto"
     )
     deterministic: bool = option("Refuse operations that are not reproducible bit for bit.", default=False)
+    recompute: Literal["none", "selective", "full"] = option(
+        "What the backward pass computes again instead of keeping it: nothing, the MLPs (most of the memory), or whole"
+        " layers (least memory, a third more time).",
+        default="none",
+    )
     max_minutes: float | None = option("Save and stop (exit status 75) after this long.", default=None, above=0.0)
     eval_every_steps: int | None = option(
         "Validate every so many steps; null validates at the start and at the end only.", default=None, at_least=1
+    )
+    profile: int | None = option(
+        "Profile so many steps, after the second: RUN/profile gets a trace and a table of where they went.",
+        default=None,
+        at_least=1,
     )
 
 

@@ -325,7 +325,7 @@ def untangled(config: RunConfig) -> RunConfig:
     """Take the contradictions out of a drawn config, and the paths' freedom to be relative."""
     return attrs.evolve(
         config,
-        model=attrs.evolve(config.model, pretrained="org/name", revision=None, adapter="/a", backend="auto"),
+        model=attrs.evolve(config.model, pretrained="org/name", revision=None, adapter="/a", backend="auto", fp8=None),
         lora=attrs.evolve(
             config.lora,
             enabled=True,

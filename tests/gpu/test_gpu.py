@@ -14,77 +14,24 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import write_chats, write_llama
+from support.gpu_runs import column, command, journal, phase, run, write_run
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a configuration file of a small Llama whose heads are wide enough for fused attention."""
-    directory = tmp_path_factory.mktemp("gpu")
-    write_llama(directory / "llama", hidden_size=512, intermediate_size=1024, num_attention_heads=8)
-    write_chats(directory / "train.jsonl", 200)
-    write_chats(directory / "val.jsonl", 16, seed=1)
-    path = directory / "run.yaml"
-    path.write_text(
-        f"""
-model: {{pretrained: {directory / "llama"}, verify: always}}
-lora: {{dim: 16, alpha: 32}}
-data: {{train: train.jsonl, validation: val.jsonl, sequence_length: 256}}
-optimizer: {{lr: 2.0e-3}}
-train: {{steps: 10, micro_batch_size: 2, global_batch_size: 8}}
-checkpoint: {{every_steps: 5, keep_last: 9}}
-log: {{tensorboard: false, sample_tokens: 4}}
-"""
-    )
-    return path
-
-
-def command(ranks: int, *arguments: str) -> list[str]:
-    """Return the command line of a run under torch's launcher."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, "-m", "ckptrain.cli", *arguments]
-
-
-def run(ranks: int, *arguments: str, **environment: str) -> str:
-    """Run to the end and return what was printed."""
-    done = subprocess.run(
-        command(ranks, *arguments),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def journal(run_dir: Path, event: str) -> list[dict]:
-    """Return the entries of one kind."""
-    entries = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if entry["event"] == event]
-
-
-def losses(run_dir: Path) -> list[float]:
-    """Return the training losses in the order of steps."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def base_loaded(run_dir: Path) -> dict:
-    """Return what the journal says of the base that was loaded."""
-    return next(entry for entry in journal(run_dir, "phase") if entry["to"] == "BASE_LOADED")
+    """Return the configuration file of a small run."""
+    return write_run(tmp_path_factory.mktemp("gpu"))
 
 
 def test_transformer_engine_trains_in_bfloat16_and_agrees_with_hugging_face(config: Path, tmp_path: Path) -> None:
     """The backend is chosen by itself, the base's logits are compared, the loss falls."""
     run(1, "run", str(config), "--run-dir", str(tmp_path))
-    loaded = base_loaded(tmp_path)
+    loaded = phase(tmp_path, "BASE_LOADED")
     assert loaded["backend"] == "transformer_engine"
     assert loaded["parity"]["checked"]
-    assert losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
+    assert column(tmp_path, "loss")[-1] < 0.9 * column(tmp_path, "loss")[0]
 
 
 @pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
@@ -95,7 +42,7 @@ def test_transformer_engine_trains_what_the_local_layers_train(kind: str, config
     for backend in ("transformer_engine", "local"):
         where = tmp_path / backend
         run(1, "run", str(config), "--run-dir", str(where), f"model.backend={backend}", *asked)
-        curves[backend] = losses(where)
+        curves[backend] = column(where, "loss")
     assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 2e-2
     out = tmp_path / "peft"
     export = ["export", str(tmp_path / "transformer_engine"), str(out), "--verify"]
@@ -111,8 +58,8 @@ def test_the_gpu_and_the_cpu_agree_in_float32(kind: str, config: Path, tmp_path:
     asked = ["model.dtype=float32", f"lora.kind={kind}"]
     for name, environment in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"})):
         run(1, "run", str(config), "--run-dir", str(tmp_path / name), *asked, **environment)
-        curves[name] = losses(tmp_path / name)
-    assert base_loaded(tmp_path / "gpu")["backend"] == "local"
+        curves[name] = column(tmp_path / name, "loss")
+    assert phase(tmp_path / "gpu", "BASE_LOADED")["backend"] == "local"
     assert max(abs(a - b) for a, b in zip(curves["gpu"], curves["cpu"], strict=True)) < 1e-3
 
 
@@ -132,7 +79,7 @@ def test_a_killed_run_goes_on(config: Path, tmp_path: Path) -> None:
     [receipt] = journal(killed, "receipt")
     assert receipt["optimizer_step"] == 5
     assert receipt["rng"] == "restored on every rank"
-    assert max(abs(a - b) for a, b in zip(losses(killed), losses(straight), strict=True)) < 2e-2
+    assert max(abs(a - b) for a, b in zip(column(killed, "loss"), column(straight, "loss"), strict=True)) < 2e-2
 
 
 def test_a_gpu_checkpoint_goes_on_on_the_cpu_and_exports(config: Path, tmp_path: Path) -> None:
@@ -176,4 +123,4 @@ def test_two_gpus_train_the_run_of_one(layout: list[str], kind: str, config: Pat
     if not one.exists():
         run(1, "run", str(config), "--run-dir", str(one), asked)
     run(2, "run", str(config), "--run-dir", str(tmp_path), asked, *layout)
-    assert max(abs(a - b) for a, b in zip(losses(tmp_path), losses(one), strict=True)) < 3e-2
+    assert max(abs(a - b) for a, b in zip(column(tmp_path, "loss"), column(one, "loss"), strict=True)) < 3e-2
