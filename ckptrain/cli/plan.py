@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, facts, start_rows
 from ckptrain.cli.wording import bytes_text, count_text, plural
 from ckptrain.config.estimate import adapter_tensors, checkpoint_bytes, memory_estimate
+from ckptrain.config.fusion import AssumedLayers, assumed_layers
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 from ckptrain.training.start import Start, Survey
@@ -24,10 +26,13 @@ from ckptrain.training.start import Start, Survey
 _MEMORY_TERMS = {
     "base_weights": "base weights",
     "adapter": "adapter",
+    "adapter_copy": "copy of the adapter beside the weights",
     "gradients": "gradients of the adapter",
     "optimizer": "optimizer",
-    "activations": "activations",
+    "activations": "activations kept for the backward pass",
     "logits": "logits and their gradient",
+    "layer": "one layer while its gradients are computed",
+    "workspaces": "workspaces of cuBLAS and Transformer Engine",
 }
 _SHORT_FINGERPRINT = 12
 
@@ -56,6 +61,7 @@ def plan_report(survey: Survey, start: Start, run_dir: Path) -> dict[str, Any]:
     config, shape = survey.config, survey.shape
     stored = checkpoint_bytes(config, shape, survey.targets)
     memory = memory_estimate(config, shape, survey.layout, survey.targets)
+    layers = assumed_layers(config, shape, survey.layout)
     return {
         "run_dir": str(run_dir),
         "plan": start.plan.to_dict(),
@@ -71,6 +77,7 @@ def plan_report(survey: Survey, start: Start, run_dir: Path) -> dict[str, Any]:
         "batches": attrs.asdict(survey.batches),
         "checkpoint_bytes": {**attrs.asdict(stored), "total": stored.total},
         "keep_last": config.checkpoint.keep_last,
+        "layers": _layers(layers),
         "memory_bytes": {**attrs.asdict(memory), "total": memory.total},
     }
 
@@ -82,7 +89,15 @@ def _adapters(config: RunConfig, survey: Survey) -> dict[str, Any]:
         "kinds": sorted({name.rpartition(".")[2] for name in survey.targets.modules}),
         "dim": config.lora.dim,
         "alpha": config.lora.alpha,
-        "parameters": sum(rows * columns for rows, columns in tensors.values()),
+        "parameters": sum(math.prod(dimensions) for dimensions in tensors.values()),
+    }
+
+
+def _layers(layers: AssumedLayers) -> dict[str, Any]:
+    return {
+        **attrs.asdict(layers.choice),
+        "assumed": "a GPU" if layers.gpu else "no GPU",
+        "backend": "transformer_engine" if layers.transformer_engine else "local",
     }
 
 
@@ -156,9 +171,23 @@ def _checkpoint_text(report: Mapping[str, Any]) -> str:
     )
 
 
+def _layers_text(report: Mapping[str, Any]) -> str:
+    layers = report["layers"]
+    kind = "fused" if layers["fused"] else "plain"
+    whose = "Transformer Engine's" if layers["backend"] == "transformer_engine" else "megatron-core's own"
+    return f"{kind} ({layers['reason']}); {layers['assumed']} and {whose} modules are assumed"
+
+
 def _memory_rows(report: Mapping[str, Any]) -> list[Row]:
     memory = report["memory_bytes"]
-    terms = [(label, bytes_text(memory[name])) for name, label in _MEMORY_TERMS.items()]
+    terms = [(label, bytes_text(memory[name])) for name, label in _MEMORY_TERMS.items() if memory[name]]
     width = max(len(size) for _, size in terms)
-    total = Text(f"{bytes_text(memory['total'])} estimated on the process that holds most", style="bold")
-    return [("memory", total), *(("", f"{size:>{width}}  {label}") for label, size in terms)]
+    where = "in the loss" if memory["logits"] else "in the last layer"
+    total = Text(
+        f"{bytes_text(memory['total'])} estimated on the process that holds most, at its peak {where}", style="bold"
+    )
+    return [
+        ("layers", _layers_text(report)),
+        ("memory", total),
+        *(("", f"{size:>{width}}  {label}") for label, size in terms),
+    ]

@@ -45,6 +45,35 @@ def test_a_plan_counts_what_the_model_has(ask_json: AskJson, config_file: Path) 
     assert report["layout"]["world_size"] == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "layers", "fused"),
+    [
+        ([], "fused (they compute this model and these adapters); a GPU and Transformer Engine's", True),
+        (["lora.kind=dora"], "plain (DoRA's magnitudes are not in them); a GPU and Transformer Engine's", False),
+        (
+            ["model.backend=local"],
+            "plain (model.backend is local, so no GPU is assumed); no GPU and megatron-core's",
+            False,
+        ),
+    ],
+)
+def test_a_plan_says_which_layers_its_estimate_is_of(
+    overrides: list[str], layers: str, fused: bool, ask: Ask, ask_json: AskJson, config_file: Path
+) -> None:
+    """A run on another machine may have others, and its memory is not that of these."""
+    assert layers in " ".join(ask("plan", config_file, *overrides).stdout.split())
+    report = ask_json("plan", config_file, *overrides)
+    assert report["layers"]["fused"] is fused
+    assert (report["memory_bytes"]["adapter_copy"] > 0) is fused
+
+
+def test_a_plan_refuses_what_the_run_would_not_compute(ask: Ask, config_file: Path) -> None:
+    """Not only on the GPU, after the base is loaded."""
+    result = ask("plan", config_file, "lora.fused=always", "lora.kind=dora")
+    assert result.exit_code == 78
+    assert "DoRA's magnitudes are not in them" in result.stderr
+
+
 def test_a_plan_of_a_run_is_that_of_its_next_start(ask_json: AskJson, run_dir: Path, save: Save) -> None:
     """A run directory stands for its config and its checkpoints."""
     save(50)

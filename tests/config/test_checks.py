@@ -19,10 +19,6 @@ CONTRADICTIONS = [
     (["lora.target_modules=[]", "lora.exclude_modules=[lm_head]"], "lora.exclude_modules: unknown module 'lm_head'"),
     (["model.pretrained=/models/x", "model.revision=main"], "remove model.revision"),
     (["parallel.sequence=true"], "parallel.tensor is 1"),
-    (
-        ["parallel.sequence=true", "parallel.tensor=2", "model.backend=local"],
-        "parallel.sequence=true needs Transformer",
-    ),
     (["parallel.context=2", "data.sequence_length=1026"], "not a multiple of 4"),
     (["train.micro_batch_size=3"], "not a multiple of train.micro_batch_size=3"),
     (["optimizer.min_lr=0.1"], "above optimizer.lr=0.0001"),
@@ -59,6 +55,7 @@ def test_a_contradiction_is_one_problem_that_says_what_to_do(
         ["lora.target_modules=[]", "lora.exclude_modules=[linear_fc1]"],
         ["optimizer.warmup_steps=100", "optimizer.schedule=constant"],
         ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.tensor=2", "parallel.sequence=true", "model.backend=local"],
         ["train.micro_batch_size=4"],
         ["lora.target_modules=['*.layers.0.*', all-linear, model.layers.1.mlp.gate_proj]"],
     ],

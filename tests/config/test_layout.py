@@ -85,6 +85,8 @@ def test_experts_divide_the_processes_of_a_stage(config: Build, moe: ModelShape)
     assert "does not divide the 2 processes of a pipeline stage" in refusal(config("parallel.expert=4"), moe, 2)
     assert "does not divide the 8 experts" in refusal(config("parallel.expert=3"), moe, 3)
     assert "set parallel.sequence=true" in refusal(config("parallel.tensor=2"), moe, 2)
+    olmoe = attrs.evolve(moe, architecture="OlmoeForCausalLM")
+    assert "norms of q and k are over all" in refusal(config("parallel.tensor=2", "parallel.sequence=true"), olmoe, 2)
 
 
 def test_tensor_parallelism_is_refused_where_megatron_refuses_it(config: Build, dense: ModelShape) -> None:
