@@ -167,7 +167,12 @@ def _experts(config: RunConfig, shape: ModelShape, processes_per_stage: int) -> 
             f"parallel.expert={expert} does not divide the {processes_per_stage} processes of a pipeline stage"
             " (tensor x context x data)"
         )
-    if parallel.tensor > 1 and not parallel.sequence:
+    if parallel.tensor > 1 and shape.architecture == "OlmoeForCausalLM":
+        yield (
+            f"parallel.tensor={parallel.tensor} cuts the heads of {shape.architecture}, whose norms of q and k are over"
+            " all of them: set parallel.tensor=1"
+        )
+    elif parallel.tensor > 1 and not parallel.sequence:
         # MoELayer.forward raises during training.
         yield (
             f"parallel.tensor={parallel.tensor} with experts needs sequence parallelism in Megatron: set"

@@ -102,6 +102,7 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
         lora_A_init_method=lora.lora_A_init_method,
         lora_B_init_method=lora.lora_B_init_method,
         a2a_experimental=lora.a2a_experimental,
+        sequence_parallel_input_regather=True,  # why: `ckptrain.megatron.sequence.adapter_attributes`
         targets=targets,
         first_layer=first_layer,
         with_magnitudes=lora.has_magnitudes,

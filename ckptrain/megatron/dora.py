@@ -19,6 +19,7 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 
 # isort: split
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +28,14 @@ import torch.distributed as dist
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.canonical_lora import ModuleDict
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.utils import ParallelLinearAdapter, get_adapter_attributes_from_linear
+from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from ckptrain.config.linear import MAGNITUDE
 from ckptrain.config.modules import SPLIT
+from ckptrain.megatron.sequence import adapter_attributes, gather_slices, learn_from_slices, take_over_gathering
 from ckptrain.megatron.split_lora import Parts, adapter_settings, fused_parts
 
 # What the adapter of a layer that is not fused is called among the layer's adapters: nothing comes after `.adapter`.
@@ -50,7 +52,9 @@ class DoRAAdapter(ParallelLinearAdapter):
         super().__init__(in_features, out_features, **settings)
         device = self.linear_out.weight.device
         self.magnitude = nn.Parameter(torch.ones(rows, dtype=torch.float32, device=device))
-        if not self.input_is_parallel:
+        if self.input_is_parallel:
+            learn_from_slices(self.magnitude)
+        else:
             set_tensor_model_parallel_attributes(self.magnitude, is_parallel=True, dim=0, stride=1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DoRAAdapter:
@@ -103,6 +107,7 @@ class DoRALinear(AdapterWrapper):
         """Wrap a layer that has its weights already; collective where these are cut by columns."""
         super().__init__(to_wrap, adapters[_WHOLE] if _WHOLE in adapters else ModuleDict(adapters))
         self.parts = parts
+        self._gathers_over = take_over_gathering(adapters.values())
         self._squares = self._squares_of_base()  # no buffer: those become bfloat16 with the model, and are saved
         self._keeps = False
         self._kept: dict[str, Tensor] = {}
@@ -120,11 +125,12 @@ class DoRALinear(AdapterWrapper):
         added = self._added_bias(bias)
         alone = self.parts.split(output if added is None else output - added)
         norms, changes = self.norms(), {}
+        whole = gather_slices(inputs, self._gathers_over)
         for name, adapter in self.adapters.items():
             ratio = adapter.magnitude / norms[name]
             # Taken from 1 before it is rounded to the layer's type: what is left of it after may be nothing.
             change = (ratio - 1).to(output.dtype) * alone[name]
-            low_rank = self.adapter_forward(adapter, inputs.contiguous(), *args, **kwargs)
+            low_rank = self.adapter_forward(adapter, whole.contiguous(), *args, **kwargs)
             changes[name] = change + ratio.to(output.dtype) * low_rank
         return output + self.parts.join(changes, output), bias
 
@@ -170,10 +176,15 @@ class DoRALinear(AdapterWrapper):
         return bias if returned is None and bias is not None and bias.numel() else None
 
 
+# Of a model that is complete: to look through all of its modules at every step takes milliseconds.
+_DORA_LAYERS: weakref.WeakKeyDictionary[nn.Module, list[DoRALinear]] = weakref.WeakKeyDictionary()
+
+
 @contextlib.contextmanager
 def norms_kept(model: nn.Module) -> Iterator[None]:
     """Compute the norms of a model's layers once for all micro-batches: A and B may not change in between."""
-    layers = [module for module in model.modules() if isinstance(module, DoRALinear)]
+    if (layers := _DORA_LAYERS.get(model)) is None:
+        layers = _DORA_LAYERS[model] = [module for module in model.modules() if isinstance(module, DoRALinear)]
     for layer in layers:
         layer.keep_norms(True)
     try:
@@ -220,7 +231,7 @@ def dora(module: Any, full_name: str, parts: Sequence[str], lora: LoRA) -> DoRAL
         lora: rank and alpha.
     """
     place, _, short = full_name.rpartition(".")
-    found = get_adapter_attributes_from_linear(module, is_expert=False)
+    found = adapter_attributes(module, is_expert=False)
     size = 1 if found.input_is_parallel else module.config.tensor_model_parallel_size
     if short in parts:
         layout, names = Parts(widths={_WHOLE: found.out_features // size}, groups=1), {_WHOLE: full_name}

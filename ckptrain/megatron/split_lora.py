@@ -18,10 +18,11 @@ import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.canonical_lora import ModuleDict
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.utils import AdapterAttributes, ParallelLinearAdapter, get_adapter_attributes_from_linear
+from megatron.bridge.peft.utils import AdapterAttributes, ParallelLinearAdapter
 from torch import Tensor, nn
 
 from ckptrain.config.modules import FUSED, SPLIT, split_names
+from ckptrain.megatron.sequence import adapter_attributes, gather_slices, take_over_gathering
 
 
 @attrs.frozen(kw_only=True)
@@ -65,14 +66,16 @@ class SplitLoRALinear(AdapterWrapper):
         """Wrap a layer whose output features are `parts`; some of them have an adapter."""
         super().__init__(to_wrap, ModuleDict(adapters))
         self.parts = parts
+        self._gathers_over = take_over_gathering(adapters.values())
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output with the adapters', [..., output features of this process], and its bias."""
         output, bias, inputs = self.base_linear_forward(x, *args, **kwargs)
         if not self._adapter_enabled:
             return output, bias
+        whole = gather_slices(inputs, self._gathers_over)
         changes = {
-            name: self.adapter_forward(adapter, inputs, *args, **kwargs) for name, adapter in self.adapter.items()
+            name: self.adapter_forward(adapter, whole, *args, **kwargs) for name, adapter in self.adapter.items()
         }
         return output + self.parts.join(changes, output), bias
 
@@ -88,7 +91,7 @@ def split_lora(module: Any, full_name: str, parts: Sequence[str], lora: LoRA, *,
         is_expert: whether it is a layer of one expert, which tensor parallelism does not split.
     """
     place, _, fused = full_name.rpartition(".")
-    found = get_adapter_attributes_from_linear(module, is_expert=is_expert)
+    found = adapter_attributes(module, is_expert=is_expert)
     size = 1 if is_expert else module.config.tensor_model_parallel_size
     layout = fused_parts(module, fused, found.out_features, size)
     adapters = {

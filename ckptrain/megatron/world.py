@@ -74,7 +74,7 @@ def open_model_parallel(layout: Layout, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         # Experts are not cut across tensor ranks: Megatron-Bridge's expert adapters are wrong where they are.
-        expert_tensor_parallel_size=1 if layout.expert > 1 else None,
+        expert_tensor_parallel_size=1,
     )
     seed_generators(seed)
 
