@@ -18,7 +18,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ckptrain.megatron.platform import enter_platform, has_transformer_engine
+
+_torch_compile = torch.compile
 
 # Hugging Face architecture -> the module of Megatron-Bridge that registers its conversion; others are registered here.
 _FAMILY_MODULES = {
@@ -71,13 +75,39 @@ def _stand_in_transformer_engine() -> Iterator[None]:
         sys.modules.update(hidden)
 
 
+def _compiled_when_called(model: Any = None, **options: Any) -> Any:
+    """Take the place of torch.compile as a decorator: what is never called is never compiled."""
+    if model is None:
+        return functools.partial(_compiled_when_called, **options)
+    compiled = functools.cache(lambda: _torch_compile(model, **options))
+
+    @functools.wraps(model)
+    def call(*given: Any, **named: Any) -> Any:
+        return compiled()(*given, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _compilers_left_alone() -> Iterator[None]:
+    """Keep megatron-core's decorators from importing torch's compiler, a seventh of all that is imported for a run.
+
+    Thirty functions of it are decorated with torch.compile, which imports the compiler at once; most are never called.
+    """
+    torch.compile = _compiled_when_called
+    try:
+        yield
+    finally:
+        torch.compile = _torch_compile
+
+
 @functools.cache
 def enter_megatron() -> None:
     """Import megatron-core and prepare Megatron-Bridge's packages and its LoRA, once in a process."""
-    enter_platform()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _compilers_left_alone():
         # Megatron warns of every optional package that it does without, and lists its buffers and settings.
         warnings.simplefilter("ignore")
+        enter_platform()  # imports a part of megatron-core where there is no GPU
         logging.getLogger("megatron").setLevel(logging.ERROR)
         importlib.import_module("megatron.core")
         _enter_bare_package("megatron.bridge")

@@ -15,14 +15,14 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ckptrain.checkpoint.ranks import together
 from ckptrain.config.layout import Layout
 from ckptrain.config.schema import RunConfig
-from ckptrain.errors import ModelMismatch
+from ckptrain.megatron.base_weights import fill_parameters
 from ckptrain.megatron.bridge import auto_bridge
 from ckptrain.megatron.families import family_settings, finish_model, local_layers
 from ckptrain.megatron.platform import Backend, enter_platform
 from ckptrain.megatron.rope import PackedRotaryEmbedding, constant_frequencies, read_ropes
+from ckptrain.megatron.sequence import layers_of_slices
 
 # What the local layers cannot do: kernels of Transformer Engine or Apex, and CUDA's only.
 _LOCAL_BACKEND_OFF = (
@@ -34,6 +34,13 @@ _LOCAL_BACKEND_OFF = (
     "cross_entropy_loss_fusion",
     "moe_permute_fusion",
 )
+
+# What megatron-core computes again in the backward pass instead of keeping it.
+_RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -81,6 +88,15 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
         model.rotary_pos_emb.seq_len_interpolation_factor = None  # linear scaling is in the frequencies already
     # How the step is to describe packed sequences: Transformer Engine's kernels know THD, our attention needs no name.
     model.config.packed_format = "sbhd" if backend == "local" else "thd"
+    # On a GPU the logits of a micro-batch can be most of the memory; a family may do more to them than one product.
+    model.config.loss_in_portions = (
+        enter_platform().is_cuda and layout.tensor == 1 and not getattr(model.output_layer, "_forward_hooks", None)
+        if model.post_process
+        else False
+    )
+    if config.train.recompute != "none" and model.pre_process:
+        # megatron-core's recomputation gives no gradients to a module whose input needs none; the embedding is frozen.
+        model.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(torch.is_grad_enabled()))
     return model
 
 
@@ -88,24 +104,12 @@ def load_base_weights(bridge: Any, model: Any) -> None:
     """Read the base's weights into the model; once, before adapters are attached and before wrapping; collective.
 
     Raises:
-        ModelMismatch: the base has no weight for a parameter; Megatron-Bridge leaves such a one as it was.
+        ModelMismatch: the base has no weight for a parameter, which Megatron-Bridge would leave as it was.
     """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it draws a progress bar of its own
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # what is missing is told below
         warnings.simplefilter("ignore")
-        bridge.load_hf_weights([model])
-    together(lambda: _check_filled(model))
+        fill_parameters(bridge, model)
     model.requires_grad_(requires_grad=False)
-
-
-def _check_filled(model: Any) -> None:
-    if unfilled := [name for name, parameter in model.named_parameters() if parameter.isnan().any()]:
-        raise ModelMismatch(
-            f"the base has no weights, or NaN among them, for {len(unfilled)} parameters under Megatron:"
-            f" {', '.join(unfilled[:5])}"
-        )
 
 
 def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) -> Any:
@@ -130,6 +134,7 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
         # A kernel of Apex for weight gradients, which the frozen base has none of.
         "gradient_accumulation_fusion": False,
         "deterministic_mode": config.train.deterministic,
+        **_RECOMPUTATION[config.train.recompute],
         # The vocabulary is cut evenly; the padding rows are never looked up and their logits are masked by the loss.
         "should_pad_vocab": layout.tensor > 1,
         "make_vocab_size_divisible_by": 1,
@@ -144,7 +149,7 @@ def _provider(bridge: Any, config: RunConfig, layout: Layout, backend: Backend) 
     settings |= family_settings(hf_config, _architecture(hf_config), backend)
     if backend == "local":
         settings |= {name: False for name in _LOCAL_BACKEND_OFF if hasattr(provider, name)}
-        settings["transformer_layer_spec"] = local_layers(hf_config, _architecture(hf_config))
+        settings["transformer_layer_spec"] = layers_of_slices(local_layers(hf_config, _architecture(hf_config)))
         if getattr(provider, "num_moe_experts", None):
             settings["moe_token_dispatcher_type"] = "allgather"  # noqa: S105  # a token of text
     for name, value in settings.items():

@@ -86,7 +86,7 @@ def test_a_base_that_computes_something_else_is_refused(
 
 
 def test_a_weight_that_the_base_lacks_is_named(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    """Megatron-Bridge would leave it as it was, with a warning; here it is NaN before, and looked for after."""
+    """Or has only in part: NaN are looked for, too."""
     from safetensors.torch import load_file, save_file
 
     directory = write_llama(tmp_path / "model")
