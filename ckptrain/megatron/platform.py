@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import os
+from collections.abc import Iterator
 from typing import Literal
 
 import attrs
@@ -12,6 +15,8 @@ import torch
 from ckptrain.errors import ConfigError
 from ckptrain.megatron.cpu import enter_cpu
 from ckptrain.megatron.cuda import enter_cuda
+
+_TE_MAY_VARY = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 Backend = Literal["transformer_engine", "local"]
 
@@ -44,6 +49,26 @@ def enter_platform() -> Platform:
         )
     enter_cpu()
     return Platform(name="cpu", device=torch.device("cpu"), process_group_backend="gloo")
+
+
+@contextlib.contextmanager
+def reproducible(asked: bool) -> Iterator[None]:
+    """Let torch and Transformer Engine use only what gives the same bits every time, where that is asked for.
+
+    Transformer Engine reads its variable when a layer is made, and megatron-core insists that it is set.
+    """
+    before = os.environ.get(_TE_MAY_VARY)
+    torch.use_deterministic_algorithms(asked)
+    if asked:
+        os.environ[_TE_MAY_VARY] = "0"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+        if before is None:
+            os.environ.pop(_TE_MAY_VARY, None)
+        else:
+            os.environ[_TE_MAY_VARY] = before
 
 
 @functools.cache

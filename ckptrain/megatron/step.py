@@ -6,6 +6,7 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 
 # isort: split
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from torch.nn.functional import cross_entropy
 from ckptrain.data.batches import MicroBatch
 from ckptrain.data.context import ContextPart, context_part, padded_length
 from ckptrain.megatron.dora import norms_kept
+from ckptrain.megatron.fused.choice import adapters_changed
+from ckptrain.megatron.fused.loss import linear_cross_entropy
 from ckptrain.megatron.platform import enter_platform
 
 
@@ -36,30 +39,47 @@ class StepResult:
     grad_norm: float
 
 
-def _cut(batches: Sequence[MicroBatch]) -> list[ContextPart]:
-    """Return what this context parallel process computes of a step's micro-batches; all stages cut them alike."""
+def _cut(batches: Sequence[MicroBatch], *, into_slices: bool) -> list[ContextPart]:
+    """Return what this context parallel process computes of a step's micro-batches; all stages cut them alike.
+
+    It is a multiple of the tensor parallel processes where these cut it `into_slices` (sequence parallelism).
+    """
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    whole_length = 0
+    slices = parallel_state.get_tensor_model_parallel_world_size() if into_slices else 1
+    # What is added is a sequence of its own, which context parallelism cuts like any other.
+    multiple = math.lcm(size * slices, 2 * size) if size > 1 else slices
+    lengths = [-(-padded_length(batch, size) // multiple) * multiple for batch in batches]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         # Stages exchange activations of one agreed shape, and padding sequences makes micro-batches differ.
-        whole_length = max(padded_length(batch, size) for batch in batches)
-    return [context_part(batch, rank, size, whole_length) for batch in batches]
+        lengths = [max(lengths)] * len(lengths)
+    return [context_part(batch, rank, size, length) for batch, length in zip(batches, lengths, strict=True)]
 
 
-def _packed(part: ContextPart, layout: str, device: torch.device) -> PackedSeqParams:
+def _on_device(tensor: Tensor) -> Tensor:
+    """Copy to the device; from page-locked memory, or the host would wait until the device has done all before."""
+    platform = enter_platform()
+    return tensor.pin_memory().to(platform.device, non_blocking=True) if platform.is_cuda else tensor
+
+
+def _packed(part: ContextPart, layout: str) -> PackedSeqParams:
     is_cut = parallel_state.get_context_parallel_world_size() > 1
-    padded = part.cu_seqlens_padded.to(device, non_blocking=True) if is_cut else None
+    padded = _on_device(part.cu_seqlens_padded)
     # To Transformer Engine padding is the end of its sequence, which causal attention hides from what comes before.
-    boundaries = padded if is_cut and layout == "thd" else part.cu_seqlens.to(device, non_blocking=True)
-    return PackedSeqParams(
+    boundaries = padded if not is_cut or layout == "thd" else _on_device(part.cu_seqlens)
+    packed = PackedSeqParams(
         qkv_format=layout,
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q_padded=padded if is_cut else None,
+        cu_seqlens_kv_padded=padded if is_cut else None,
         max_seqlen_q=part.max_seqlen,
         max_seqlen_kv=part.max_seqlen,
     )
+    # For the fused layers: where each token is in its sequence, and whether all sequences are equally long.
+    packed.position_ids = _on_device(part.position_ids.flatten())
+    lengths = part.cu_seqlens_padded.diff()
+    packed.is_even = bool((lengths == lengths[0]).all())
+    return packed
 
 
 @contextlib.contextmanager
@@ -92,6 +112,9 @@ def _losses_of_learnt_tokens(**given: Any) -> Tensor:
     sharded = given["config"].sequence_parallel
     if not sharded:
         hidden, labels = hidden[where], labels[:, where]
+    if given["config"].loss_in_portions:
+        weight = given["output_layer"].weight if given["output_weight"] is None else given["output_weight"]
+        return linear_cross_entropy(hidden.squeeze(1), weight, labels[0])
     logits, _ = given["output_layer"](hidden, weight=given["output_weight"])
     if _loss_is_local(given["config"]):
         return cross_entropy(logits.squeeze(1).float(), labels[0], reduction="none")
@@ -115,16 +138,15 @@ def _logits_where_asked(**given: Any) -> Tensor:
 
 
 def _run_model(model: Any, part: ContextPart, processor: Any, where: Tensor) -> Tensor:
-    device = enter_platform().device
     with _angles_cut(part, model):
         output: Tensor = model(
-            input_ids=part.tokens.to(device, non_blocking=True),
-            position_ids=part.position_ids.to(device, non_blocking=True),
+            input_ids=_on_device(part.tokens),
+            position_ids=_on_device(part.position_ids),
             attention_mask=None,
-            labels=part.labels.to(device, non_blocking=True),
-            packed_seq_params=_packed(part, get_model_config(model).packed_format, device),
+            labels=_on_device(part.labels),
+            packed_seq_params=_packed(part, get_model_config(model).packed_format),
             output_processor=processor,
-            output_processor_context=where.to(device),
+            output_processor_context=_on_device(where),
         )
     return output
 
@@ -138,12 +160,13 @@ def _forward_for_loss(parts: Iterator[ContextPart], model: Any) -> tuple[Tensor,
 def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return (sum, number of tokens, report): Megatron divides the gradient by the number in the global batch."""
     total = losses.float().sum()
-    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)  # no copy that the host waits for
     return total, count, {"loss": torch.stack([total.detach().double(), count.double()])}
 
 
 def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bool, forward: Any) -> list[Any]:
-    parts = _cut(batches)
+    parts = _cut(batches, into_slices=get_model_config(model).sequence_parallel)
+    adapters_changed(model)
     with norms_kept(model):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import torch
 
 from ckptrain.checkpoint.ranks import together
 from ckptrain.convert.parity import BaseParity, check_base
@@ -21,13 +20,15 @@ from ckptrain.lifecycle.facts import DataIdentity
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
+from ckptrain.megatron.fused.choice import choose_layers, fuse_layers
 from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
 from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
-from ckptrain.megatron.platform import choose_backend, enter_platform
+from ckptrain.megatron.platform import choose_backend, enter_platform, reproducible
 from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.observers import Observer
 from ckptrain.training.revisions import identify_data
 from ckptrain.training.start import Survey
+from ckptrain.training.startup import StartClock
 from ckptrain.training.tokens import tokenisation
 
 
@@ -60,12 +61,12 @@ class ModelSetup:
 @contextlib.contextmanager
 def model_parallel(survey: Survey) -> Iterator[None]:
     """Open megatron-core's groups for the survey's layout, and close them."""
-    torch.use_deterministic_algorithms(survey.config.train.deterministic)
-    world.open_model_parallel(survey.layout, survey.config.train.seed)
-    try:
-        yield
-    finally:
-        world.close_model_parallel()
+    with reproducible(survey.config.train.deterministic):
+        world.open_model_parallel(survey.layout, survey.config.train.seed)
+        try:
+            yield
+        finally:
+            world.close_model_parallel()
 
 
 def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
@@ -108,14 +109,16 @@ def _check_unchanged(survey: Survey) -> None:
         raise DataError("the data changed while the run was starting", ["start again when its files are written whole"])
 
 
-def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> ModelSetup:
-    """Load the base, check it, attach fresh adapters, build the optimizer; collective.
+def set_up_model(
+    survey: Survey, lifecycle: Lifecycle, observer: Observer, clock: StartClock | None = None
+) -> ModelSetup:
+    """Load the base, check it, attach fresh adapters, build the optimizer; collective. `clock` is told of each part.
 
     Raises:
         ConfigError: the model cannot be built on this platform.
         ModelMismatch: the base does not compute what Hugging Face computes.
     """
-    config, platform = survey.config, enter_platform()
+    config, platform, clock = survey.config, enter_platform(), clock or StartClock()
     backend, why = choose_backend(
         config.model.backend, platform, config.model.dtype, is_local_only=survey.shape.is_local_only
     )
@@ -125,9 +128,12 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
     bridge = open_bridge(directory, survey.shape.architecture)
     model = build_model(bridge, config, survey.layout, backend)
     observer.on_progress(f"loading {survey.base.name} ({backend} layers: {why})")
+    clock.mark("model")
     load_base_weights(bridge, model)
+    clock.mark("base")
     parity = check_base(model, directory, survey.shape, verify=config.model.verify, dtype=dtype, device=platform.device)
     observer.on_progress(f"base: {parity.reason}")
+    clock.mark("parity check")
     lifecycle.advance(
         Phase.BASE_LOADED,
         backend=backend,
@@ -140,9 +146,20 @@ def set_up_model(survey: Survey, lifecycle: Lifecycle, observer: Observer) -> Mo
     adapters = tuple(adapter_parameters(model))
     initialise_adapters(model, adapters, config.lora, config.train.seed)
     trainable = sum(adapter.parameter.numel() for adapter in adapters)
-    lifecycle.advance(Phase.ADAPTER_ATTACHED, modules=len(survey.targets.modules), parameters_on_rank0=trainable)
+    choice = choose_layers(model, config, survey.shape, survey.layout, platform)
+    if choice.fused:
+        fuse_layers(model, config)
+    lifecycle.advance(
+        Phase.ADAPTER_ATTACHED,
+        modules=len(survey.targets.modules),
+        parameters_on_rank0=trainable,
+        fused=choice.fused,
+        fused_reason=choice.reason,
+    )
+    clock.mark("adapters")
     wrapped = wrap_for_training(model, deterministic=config.train.deterministic)
     optimizer = build_optimizer(wrapped, config.optimizer, dtype)
     lifecycle.advance(Phase.OPTIMIZER_BUILT)
+    clock.mark("optimizer")
     store = AdapterStore(adapters, survey.shape.num_layers)
     return ModelSetup(model=wrapped, adapters=adapters, store=store, optimizer=optimizer, parity=parity)
