@@ -7,10 +7,14 @@ nothing and loads neither torch nor megatron.
 from __future__ import annotations
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptrain.api import describe_data, export, export_megatron, import_adapter, merge, plan, resume, run
+
+IMPORTED_S = time.monotonic()
+"""When a program met ckptrain: where the kernel does not tell when it was started, its start is counted from here."""
 
 __version__ = "0.1.0"
 __all__ = ["describe_data", "export", "export_megatron", "import_adapter", "merge", "plan", "resume", "run"]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptrain.training.observers import Observer
     from ckptrain.training.run import RunResult
     from ckptrain.training.start import Start, Survey
+    from ckptrain.training.startup import StartClock
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 
@@ -45,12 +46,19 @@ def run(
     *,
     run_dir: str | os.PathLike[str] | None = None,
     observers: Iterable[Observer] = (),
+    clock: StartClock | None = None,
 ) -> RunResult:
     """Start a run, or go on with the one in `run_dir`; in every process of a launch, or in a single one.
+
+    What the start takes is told from here on, or from where `clock` began: the command line's begins with the process.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
+    from ckptrain.training.startup import IMPORTS, StartClock, without_collection
+
+    clock = clock or StartClock()
+    clock.mark(IMPORTS)
     directory = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
     loaded = read_config(config, overrides, directory)
     from ckptrain.training.start import decide_start, survey_run
@@ -60,9 +68,11 @@ def run(
     if num_processes == 1:
         # What would be refused is refused before torch is loaded; the run decides again when it holds the directory.
         decide_start(survey, directory, read_contents=False)
-    from ckptrain.training.run import run_training
-
-    return run_training(survey, directory, observers)
+    clock.mark("plan")
+    with without_collection(for_good=clock.owns_process):
+        from ckptrain.training.run import run_training
+    clock.mark(IMPORTS)
+    return run_training(survey, directory, observers, clock)
 
 
 def resume(

@@ -46,6 +46,7 @@ WITHOUT_TORCH = [
     "ckptrain.data.records",
     "ckptrain.data.sources",
     "ckptrain.training.start",
+    "ckptrain.training.startup",
 ]
 
 

@@ -93,7 +93,7 @@ class Progress(Observer):
         """Move the bar, or print a line every so many steps."""
         numbers = (
             f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad {record.grad_norm:.3g}"
-            f"  {count_text(record.tokens_per_s)} tokens/s"
+            f"  {count_text(record.tokens_per_s)} tokens/s{_gpu_text(record)}"
         )
         if not self._has_bar:
             if record.step % self._every_steps == 0 or record.step == self._steps:
@@ -201,6 +201,14 @@ def _ending(report: Mapping[str, Any]) -> Text:
         return Text(report["plan"]["reason"], style="green")
     saved = "saved" if report["checkpoint"] else "there was nothing to save"
     return Text(f"after step {step} of {steps}: {report['stop_reason']}; {saved}", style="yellow")
+
+
+def _gpu_text(record: StepRecord) -> str:
+    """Say what a GPU does and holds; nothing where there is none."""
+    if record.peak_memory_bytes is None:
+        return ""
+    mfu = "" if record.mfu is None else f" (MFU {record.mfu:.1%})"
+    return f"  {record.tflops_per_s:.0f} TFLOP/s{mfu}  {bytes_text(record.peak_memory_bytes)}"
 
 
 def _when(step: int) -> str:

@@ -85,13 +85,16 @@ def _launch(arguments: Sequence[str], num_processes: int, *, as_json: bool) -> A
 
 def _train_here(config: RunConfig, run_dir: Path, num_processes: int) -> Answer:
     """Train in this process; it talks on rank 0 only."""
+    from ckptrain.training.startup import StartClock
+
+    clock = StartClock.of_command()
     if os.environ.get("RANK", "0") != "0":
-        return Answer(report={}, exit_status=api.run(config, run_dir=run_dir).exit_status)
+        return Answer(report={}, exit_status=api.run(config, run_dir=run_dir, clock=clock).exit_status)
     from ckptrain.cli.page import open_console
     from ckptrain.cli.progress import Progress, show_end
 
     with Progress(open_console(), steps=config.train.steps, every_steps=config.log.every_steps) as told:
-        result = api.run(config, run_dir=run_dir, observers=[told])
+        result = api.run(config, run_dir=run_dir, observers=[told], clock=clock)
     report = result_report(result, config.train.steps)
     # The run directory as it was given is what people recognise and can type.
     report["run_dir"] = str(run_dir)

@@ -108,6 +108,8 @@ class StepSize:
     tokens: int
     """Computed, padding included."""
     padding: int
+    attended_pairs: int
+    """Pairs of a token and one that it sees in its sample, itself included; of padding none."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -151,13 +153,16 @@ class BatchSource:
 
     def size_of(self, step: int) -> StepSize:
         """Return what a step holds over all data parallel ranks; every rank says the same."""
-        tokens = [int(self.dataset.row_tokens[row]) for row in self._rows(step)]
+        numbers = self._rows(step)
+        tokens = [int(self.dataset.row_tokens[row]) for row in numbers]
+        lengths = self.dataset.sample_tokens[[sample for row in numbers for sample in self.dataset.rows[row]]]
         micro = self.layout.micro_batch_size
         computed = sum(
             self.layout.tokens_for(sum(tokens[first : first + micro]), self.dataset.sequence_length)
             for first in range(0, len(tokens), micro)
         )
-        return StepSize(tokens=computed, padding=computed - sum(tokens))
+        pairs = int((lengths * (lengths + 1) // 2).sum())
+        return StepSize(tokens=computed, padding=computed - sum(tokens), attended_pairs=pairs)
 
     def epochs_after(self, steps: int) -> float:
         """Return how often the dataset has been gone through after so many steps."""

@@ -35,6 +35,12 @@ class StepRecord:
     seconds: float
     data_s: float
     """Seconds of it in which the step waited for its batches."""
+    tflops_per_s: float
+    """10^12 FLOPs of the model (`ckptrain.config.flops`) a second, of each process."""
+    mfu: float | None = None
+    """Those as a share of what the GPU can do in bfloat16; None where that is not known, or not what it computes in."""
+    peak_memory_bytes: int | None = None
+    """The most that tensors have taken on rank 0's GPU since training began; None on a CPU."""
 
 
 @attrs.frozen(kw_only=True)
@@ -138,7 +144,7 @@ class _Scalars(Observer, abc.ABC):
         if record.step % self._every_steps == 0:
             values = attrs.asdict(record)
             step = values.pop("step")
-            self.put({f"train/{name}": value for name, value in values.items()}, step)
+            self.put({f"train/{name}": value for name, value in values.items() if value is not None}, step)
 
     def on_validation(self, step: int, val_loss: float) -> None:
         self.put({"val/loss": val_loss}, step)

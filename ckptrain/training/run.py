@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import time
@@ -19,7 +18,6 @@ from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, toge
 from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
-from ckptrain.config.schedule import learning_rate
 from ckptrain.convert.sources import open_source
 from ckptrain.data.prefetch import Prefetcher
 from ckptrain.errors import (
@@ -29,22 +27,22 @@ from ckptrain.errors import (
     ClaimLost,
     ConfigError,
     StartRefused,
-    TrainingDiverged,
 )
 from ckptrain.lifecycle.fit import data_problems
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
-from ckptrain.megatron.optimizer import set_learning_rate
-from ckptrain.megatron.step import StepResult, train_step
 from ckptrain.megatron.world import open_process_group
 from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.evaluation import answer_sample, validation_loss
-from ckptrain.training.observers import Observer, Observers, SampleAnswer, StepRecord, recorders
+from ckptrain.training.observers import Observer, Observers, SampleAnswer, recorders
+from ckptrain.training.profiling import StepProfiler
 from ckptrain.training.restore import restore_run, warm_start
 from ckptrain.training.saving import Position, Saver
 from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import Start, Survey, decide_start
+from ckptrain.training.startup import StartClock, StartReport
+from ckptrain.training.steps import Steps
 from ckptrain.training.stopping import StopRequests
 
 _STEPS_AHEAD = 2
@@ -74,8 +72,12 @@ class RunResult:
         return EXIT_STOPPED_EARLY if self.status == "stopped" else EXIT_DONE
 
 
-def run_training(survey: Survey, run_dir: Path, observers: Iterable[Observer] = ()) -> RunResult:
+def run_training(
+    survey: Survey, run_dir: Path, observers: Iterable[Observer] = (), clock: StartClock | None = None
+) -> RunResult:
     """Start or go on with a run in `run_dir`, and train to `train.steps`; collective over the processes of this launch.
+
+    `clock` has counted what came before; without it the start is told from here.
 
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails; what was committed before is untouched.
@@ -84,16 +86,19 @@ def run_training(survey: Survey, run_dir: Path, observers: Iterable[Observer] = 
         raise ConfigError(
             "cannot start", [f"there are {world_size()} processes, and WORLD_SIZE said {survey.layout.world_size}"]
         )
+    clock = clock or StartClock()
     with open_process_group(), contextlib.ExitStack() as stack:
+        clock.mark("process groups")
         told = Observers(observers if rank() == 0 else ())
         claim = on_rank0(lambda: stack.enter_context(claimed(run_dir, tell=told.on_progress)))
         together(lambda: check_shared(claim))
         start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
         on_rank0(lambda: prepare(survey, start, run_dir))
+        clock.mark("plan")
         journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
         lifecycle = Lifecycle(journal.record)
         try:
-            run = _Run(survey, start, run_dir, journal, lifecycle, told)
+            run = _Run(survey, start, run_dir, journal, lifecycle, told, clock)
             return run.go(may_commit=claim.check)
         except BaseException as error:
             _record_failure(journal, lifecycle, error)
@@ -115,11 +120,18 @@ class _Run:
     """The parts of one run and the order in which they act."""
 
     def __init__(
-        self, survey: Survey, start: Start, run_dir: Path, journal: Journal, lifecycle: Lifecycle, told: Observers
+        self,
+        survey: Survey,
+        start: Start,
+        run_dir: Path,
+        journal: Journal,
+        lifecycle: Lifecycle,
+        told: Observers,
+        clock: StartClock,
     ) -> None:
         self.survey, self.start, self.run_dir = survey, start, run_dir
         self.config = survey.config
-        self.journal, self.lifecycle, self.told = journal, lifecycle, told
+        self.journal, self.lifecycle, self.told, self.clock = journal, lifecycle, told, clock
         self.run_id = broadcast_from_rank0(start.run_id or uuid.uuid4().hex)
         self.samples: list[SampleAnswer] = []
         self.longest_step_s = self.longest_save_s = 0.0
@@ -144,12 +156,16 @@ class _Run:
         done = plan.step if isinstance(plan, Resume) else 0
         if rank() == 0:
             self.told.add_recorders(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
+        self.clock.mark("recorders")
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
+            self.clock.mark("process groups")
             data = set_up_data(self.survey, self.told)
             self._tell_data(data)
             self._check_order(data)
-            setup = set_up_model(self.survey, self.lifecycle, self.told)
+            self.clock.mark("data")
+            setup = set_up_model(self.survey, self.lifecycle, self.told, self.clock)
             self._restore(plan, setup)
+            self.clock.mark("restore")
             self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
             workers = self.config.data.workers
             with (
@@ -227,13 +243,23 @@ class _Run:
             consumed_samples=done * train.global_batch_size,
             consumed_tokens=plan.consumed_tokens if isinstance(plan, Resume) else 0,
         )
+        self.clock.mark("validation")
+        report = StartReport(self.clock, self.journal, self.told)
+        profiler = StepProfiler(self.run_dir, done, train.profile if rank() == 0 else None, self.journal, self.told)
+        steps = Steps(self.survey, setup, data.source, batches)
         loss = val_loss = None
         while position.step < train.steps:
             needed_s = self.longest_step_s and self.longest_step_s + self.longest_save_s
             if (reason := stop.reason(needed_s)) is not None:
+                profiler.ended(position.step, is_last=True)
                 return self._drain(position, saver, stop, reason, loss, before)
             step = position.step + 1
-            record = self._step(step, data, batches, setup)
+            with profiler.around(step):
+                record = steps.make(step, self.last_saved.path if self.last_saved else None)
+            report.add(record.seconds)
+            self.longest_step_s = max(self.longest_step_s, record.seconds)
+            self.told.on_step(record)
+            profiler.ended(step, is_last=step == train.steps)
             loss = record.loss
             self._tell_outcome(saver.ended())
             position = Position(
@@ -252,45 +278,6 @@ class _Run:
                 self.lifecycle.advance(Phase.TRAINING, step=step, stall_s=round(stall_s, 4))
         self.lifecycle.advance(Phase.FINISHED, step=position.step)
         return self._result("finished", position.step, loss=loss, before=before, after=val_loss)
-
-    def _step(self, step: int, data: DataSetup, batches: Prefetcher, setup: ModelSetup) -> StepRecord:
-        started = time.perf_counter()
-        micro_batches = batches.take()
-        data_s = time.perf_counter() - started
-        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
-        set_learning_rate(setup.optimizer, lr)
-        result = train_step(setup.model, setup.optimizer, micro_batches)
-        self._check_finite(step, result)
-        seconds = time.perf_counter() - started
-        self.longest_step_s = max(self.longest_step_s, seconds)
-        size = data.source.size_of(step - 1)
-        record = StepRecord(
-            step=step,
-            loss=result.loss,
-            lr=lr,
-            grad_norm=result.grad_norm,
-            tokens=size.tokens,
-            learnt_tokens=result.learnt_tokens,
-            padding_share=size.padding / size.tokens,
-            tokens_per_s=size.tokens / seconds,
-            seconds=seconds,
-            data_s=data_s,
-        )
-        self.told.on_step(record)
-        return record
-
-    def _check_finite(self, step: int, result: StepResult) -> None:
-        for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-            if not math.isfinite(value):
-                kept = (
-                    f"the last good checkpoint is {self.last_saved.path}"
-                    if self.last_saved
-                    else "no checkpoint had been saved"
-                )
-                raise TrainingDiverged(
-                    f"the {name} of step {step} is {value}; nothing was saved of it, {kept}; try a lower optimizer.lr,"
-                    " a longer optimizer.warmup_steps or a smaller optimizer.clip_grad"
-                )
 
     def _evaluate(self, setup: ModelSetup, data: DataSetup, step: int, *, with_sample: bool) -> float | None:
         if not data.validation_batches:

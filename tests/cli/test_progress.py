@@ -3,7 +3,9 @@
 import io
 import re
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 from rich.console import Console
 
@@ -18,8 +20,8 @@ def _sample(step: int, answer: str) -> SampleAnswer:
     return SampleAnswer(step=step, prompt=prompt, reference="late", answer=answer)
 
 
-def _step(step: int) -> StepRecord:
-    return StepRecord(
+def _step(step: int, **changes: Any) -> StepRecord:
+    record = StepRecord(
         step=step,
         loss=2.0,
         lr=1e-4,
@@ -30,7 +32,9 @@ def _step(step: int) -> StepRecord:
         tokens_per_s=1234.0,
         seconds=0.8,
         data_s=0.0,
+        tflops_per_s=0.012,
     )
+    return attrs.evolve(record, **changes)
 
 
 def _session(console: Console, every_steps: int = 1) -> None:
@@ -76,6 +80,17 @@ def test_a_file_gets_a_step_line_as_often_as_asked_and_one_for_the_last_step() -
     """`log.every_steps` is for people as well as for metrics.jsonl."""
     steps = [line.split()[1] for line in _plain(every_steps=5) if line.startswith("step ")]
     assert steps == ["10/12", "12/12"]
+
+
+@pytest.mark.parametrize(
+    ("mfu", "told"), [(0.4162, "412 TFLOP/s (MFU 41.6%)  19.2 GB"), (None, "1.23k tokens/s  412 TFLOP/s  19.2 GB")]
+)
+def test_a_step_on_a_gpu_says_what_it_does_and_holds(mfu: float | None, told: str) -> None:
+    """The share of the peak where the peak is known."""
+    file = io.StringIO()
+    with Progress(Console(file=file, width=40), steps=1, every_steps=1) as progress:
+        progress.on_step(_step(1, tflops_per_s=411.7, mfu=mfu, peak_memory_bytes=19_200_000_000))
+    assert told in file.getvalue()
 
 
 def test_the_answer_before_and_after_are_told_with_the_wanted_one() -> None:

@@ -165,8 +165,10 @@ def test_the_size_of_a_step_is_that_of_its_batches_on_all_ranks(size: int, layou
         everything = [batch for batches in ranks for batch in batches]
         tokens = sum(batch.tokens.shape[1] for batch in everything)
         of_samples = sum(LENGTHS[index] for batch in everything for index in batch.sample_ids)
+        # Of each token those before it in its sample, and itself.
+        pairs = sum(sum(range(LENGTHS[index] + 1)) for batch in everything for index in batch.sample_ids)
         told = {source(size, rank, micro=2, **layout).size_of(step) for rank in range(size)}
-        assert told == {StepSize(tokens=tokens, padding=tokens - of_samples)}
+        assert told == {StepSize(tokens=tokens, padding=tokens - of_samples, attended_pairs=pairs)}
 
 
 def test_a_global_batch_that_cannot_be_dealt_is_refused() -> None:

@@ -173,10 +173,11 @@ class RecordedRun:
 def run_recorded(config: RunConfig, run_dir: Path, observers: Iterable[Observer] = ()) -> RecordedRun:
     """Run on this rank, and return what its model was given."""
     from ckptrain.training import run as run_module
+    from ckptrain.training import steps as steps_module
 
     steps: list[tuple[Micro, ...]] = []
     validation: list[tuple[Micro, ...]] = [()]
-    train_step, validation_loss = run_module.train_step, run_module.validation_loss
+    train_step, validation_loss = steps_module.train_step, run_module.validation_loss
 
     def recorded_step(model: Any, optimizer: Any, batches: Any) -> Any:
         steps.append(tuple(map(samples_of, batches)))
@@ -187,7 +188,7 @@ def run_recorded(config: RunConfig, run_dir: Path, observers: Iterable[Observer]
         return validation_loss(setup, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "train_step", recorded_step)
+        patch.setattr(steps_module, "train_step", recorded_step)
         patch.setattr(run_module, "validation_loss", recorded_validation)
         result = run_training(config, run_dir, observers)
     return RecordedRun(result=result, steps=steps, validation=validation[-1])

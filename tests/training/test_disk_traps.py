@@ -22,7 +22,7 @@ from ckptrain.config.schema import RunConfig
 from ckptrain.errors import SaveFailed, TrainingDiverged
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.megatron.step import StepResult
-from ckptrain.training import run as run_module
+from ckptrain.training import steps as steps_module
 from ckptrain.training.observers import Observer
 from ckptrain.training.run import RunResult
 
@@ -108,13 +108,13 @@ def test_a_run_after_a_failed_one_in_the_same_processes_goes_on_as_if_in_new_one
                 with pytest.raises(SaveFailed):
                     run_training(config, failed, [FillAfter(disk, step=2, is_freed=False)])
                 return
-            train_step, calls = run_module.train_step, []
+            train_step, calls = steps_module.train_step, []
 
             def poisoned(model: Any, optimizer: Any, batches: Any) -> StepResult:
                 calls.append(train_step(model, optimizer, batches))
                 return calls[-1] if len(calls) < 3 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 
-            patch.setattr(run_module, "train_step", poisoned)
+            patch.setattr(steps_module, "train_step", poisoned)
             fsync = os.fsync
             patch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), fsync(descriptor)))
             with pytest.raises(TrainingDiverged):

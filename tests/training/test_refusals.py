@@ -28,6 +28,7 @@ from ckptrain.lifecycle.journal import read_journal
 from ckptrain.megatron.step import StepResult
 from ckptrain.training import directory as directory_module
 from ckptrain.training import run as run_module
+from ckptrain.training import steps as steps_module
 from ckptrain.training.directory import claimed
 from ckptrain.training.observers import Observer, StepRecord
 from ckptrain.training.start import survey_run
@@ -165,8 +166,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(
         return result if len(calls) < 2 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 
     calls: list[StepResult] = []
-    train_step = run_module.train_step
-    monkeypatch.setattr(run_module, "train_step", poisoned)
+    train_step = steps_module.train_step
+    monkeypatch.setattr(steps_module, "train_step", poisoned)
     config = tiny_config("train.steps=8", "checkpoint.every_steps=9")
     with pytest.raises(TrainingDiverged, match=r"loss of step 4 is nan.*step-00000002"):
         launch(1, lambda: run_training(config, started))

@@ -21,7 +21,7 @@ from ckptrain.config.schema import RunConfig
 from ckptrain.errors import SaveFailed, StartRefused, TrainingDiverged
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.megatron.step import StepResult
-from ckptrain.training import run as run_module
+from ckptrain.training import steps as steps_module
 from ckptrain.training.observers import Observer, StepRecord
 
 MakeConfig = Callable[..., RunConfig]
@@ -223,14 +223,14 @@ def test_a_run_that_fails_commits_what_it_had_begun(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 3 gives NaN while the save of step 2 is still under way."""
-    train_step = run_module.train_step
+    train_step = steps_module.train_step
     calls: list[StepResult] = []
 
     def poisoned(model: Any, optimizer: Any, batches: Any) -> StepResult:
         calls.append(train_step(model, optimizer, batches))
         return calls[-1] if len(calls) < 3 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 
-    monkeypatch.setattr(run_module, "train_step", poisoned)
+    monkeypatch.setattr(steps_module, "train_step", poisoned)
     SlowDisk(monkeypatch, 0.1)
     with pytest.raises(TrainingDiverged):
         launch(1, lambda: run_training(tiny_config("train.steps=4"), tmp_path))

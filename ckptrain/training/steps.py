@@ -1,0 +1,86 @@
+"""The optimizer steps of a run, one after the other: batches taken, learnt from, and measured.
+
+Measured is what is known anyway: the device is not waited for once more than the step itself does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from ckptrain.checkpoint.ranks import world_size
+from ckptrain.config.flops import peak_flops_per_s, training_flops
+from ckptrain.config.schedule import learning_rate
+from ckptrain.data.batches import BatchSource
+from ckptrain.data.prefetch import Prefetcher
+from ckptrain.errors import TrainingDiverged
+from ckptrain.megatron.optimizer import set_learning_rate
+from ckptrain.megatron.platform import enter_platform
+from ckptrain.megatron.step import StepResult, train_step
+from ckptrain.training.observers import StepRecord
+from ckptrain.training.setup import ModelSetup
+from ckptrain.training.start import Survey
+
+
+class Steps:
+    """Makes the steps of a run."""
+
+    def __init__(self, survey: Survey, setup: ModelSetup, source: BatchSource, batches: Prefetcher) -> None:
+        self._config = survey.config
+        self._setup, self._source, self._batches = setup, source, batches
+        self._flops = training_flops(survey.shape, survey.config.lora, survey.targets)
+        self._num_processes = world_size()
+        self._is_cuda = enter_platform().is_cuda
+        self._peak: float | None = None
+        if self._is_cuda:
+            if survey.config.model.dtype == "bfloat16":
+                self._peak = peak_flops_per_s(torch.cuda.get_device_name())
+            torch.cuda.reset_peak_memory_stats()  # loading, and the look at Hugging Face's model, may have taken more
+
+    def make(self, step: int, last_good: Path | None) -> StepRecord:
+        """Make a step; `last_good` is the newest checkpoint, to be named where this step went wrong.
+
+        Raises:
+            TrainingDiverged: the loss or the gradient is not finite.
+        """
+        started = time.perf_counter()
+        micro_batches = self._batches.take()
+        data_s = time.perf_counter() - started
+        lr = learning_rate(self._config.optimizer, self._config.train.steps, step)
+        set_learning_rate(self._setup.optimizer, lr)
+        result = train_step(self._setup.model, self._setup.optimizer, micro_batches)
+        _check_finite(step, result, last_good)
+        seconds = time.perf_counter() - started
+        size = self._source.size_of(step - 1)
+        flops = self._flops.of(
+            tokens=size.tokens - size.padding, learnt_tokens=result.learnt_tokens, attended_pairs=size.attended_pairs
+        )
+        flops_per_s = flops / seconds / self._num_processes
+        return StepRecord(
+            step=step,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=size.tokens,
+            learnt_tokens=result.learnt_tokens,
+            padding_share=size.padding / size.tokens,
+            tokens_per_s=size.tokens / seconds,
+            seconds=seconds,
+            data_s=data_s,
+            tflops_per_s=flops_per_s / 1e12,
+            mfu=None if self._peak is None else flops_per_s / self._peak,
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if self._is_cuda else None,
+        )
+
+
+def _check_finite(step: int, result: StepResult, last_good: Path | None) -> None:
+    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value):
+            kept = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint had been saved"
+            raise TrainingDiverged(
+                f"the {name} of step {step} is {value}; nothing was saved of it, {kept}; try a lower optimizer.lr, a"
+                " longer optimizer.warmup_steps or a smaller optimizer.clip_grad"
+            )
