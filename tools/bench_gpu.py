@@ -100,9 +100,13 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure everything that is asked for."""
-        for found in self._process(Spec(contestant="matrix-rate", model=self.asked.models[0])):
-            self.report["visits"][self.visit].update(found)
-            self.write()
+        if self.asked.same_visit and self.visit:
+            self.report["visits"].pop()
+            self.visit -= 1
+        else:
+            for found in self._process(Spec(contestant="matrix-rate", model=self.asked.models[0])):
+                self.report["visits"][self.visit].update(found)
+                self.write()
         for model in self.asked.models:
             for contestant in self.asked.contestants:
                 for spec in specs(self.asked, contestant, model):
@@ -207,6 +211,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--directory", type=Path, help="keep the random models here for the next call")
     made.add_argument("--unsloth-site", type=Path, default=Path(site) if site else None)
     made.add_argument("--gsm8k", type=Path, help="conversations (JSONL) for SmolLM2")
+    made.add_argument(
+        "--same-visit", action="store_true", help="go on with OUT's last visit: the same machine, still on"
+    )
     made.add_argument("--save-every", type=int, help="ckptrain also trains with a save every so many steps")
     made.add_argument("--limit-s", type=float, default=240.0, help="longest time of one process")
     made.add_argument("--total-s", type=float, default=570.0, help="longest time of all together")

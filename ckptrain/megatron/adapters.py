@@ -10,7 +10,9 @@ from __future__ import annotations
 import ckptrain.megatron.entered  # noqa: F401  # before the first import of megatron
 
 # isort: split
+import contextlib
 import hashlib
+import io
 import itertools
 import math
 import re
@@ -107,7 +109,8 @@ def attach_adapters(model: Any, lora: LoraConfig, targets: Targets) -> LoRA:
         first_layer=first_layer,
         with_magnitudes=lora.has_magnitudes,
     )
-    peft(model, training=True)
+    with contextlib.redirect_stdout(io.StringIO()):  # with train.recompute it tells of its own way to give gradients
+        peft(model, training=True)
     if lora.has_magnitudes:
         together(lambda: _check_rows(model, first_layer))
     adapted = {
