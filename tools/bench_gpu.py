@@ -223,7 +223,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for and print the table; returns 1 where something failed that was asked for."""
     asked = parser().parse_args(arguments)
-    asked.command = list(arguments if arguments is not None else sys.argv[1:])
+    words = arguments if arguments is not None else sys.argv[1:]
+    asked.command = [Path(word).name if word.startswith("/") else word for word in words]
     for name in ("json", "directory", "unsloth_site", "gsm8k"):  # processes have working directories of their own
         if (path := getattr(asked, name)) is not None:
             setattr(asked, name, path.absolute())
