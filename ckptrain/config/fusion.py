@@ -38,7 +38,8 @@ def fusion_obstacle(config: RunConfig, shape: ModelShape, layout: Layout) -> str
     obstacles = {
         "DoRA's magnitudes are not in them": config.lora.has_magnitudes,
         "there is no dropout in them": config.lora.dropout > 0,
-        "parallel.tensor is above 1": layout.tensor > 1,
+        "parallel.sequence is true": config.parallel.sequence,
+        "parallel.tensor does not divide the key-value heads": shape.num_kv_heads % layout.tensor != 0,
         "parallel.context is above 1": layout.context > 1,
         "the model has experts": shape.num_experts > 0,
         "the model norms q and k": shape.qk_norm,

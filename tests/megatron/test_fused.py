@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from families import write_family
+from safetensors.torch import load_file
+from support.gpu_runs import apart, column
+from support.launch import launch, run_training
 from support.models import packed, packed_logits, with_model
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ckptrain.config.schema import RunConfig
+from ckptrain.convert.to_peft import export_adapter
 from ckptrain.data.batches import MicroBatch
 from ckptrain.errors import ConfigError
 
@@ -262,3 +266,37 @@ for number, (found, expected) in enumerate(zip(run(triton_kernels), run(kernels)
     assert expected.abs().max() > 0
     assert torch.allclose(found, expected, atol=5e-5, rtol=1e-5), number
 """
+
+
+LAYOUTS = {
+    "PP=2": (2, ["parallel.pipeline=2"]),
+    "PP=2, canonical, computed again": (2, ["parallel.pipeline=2", "lora.kind=canonical", "train.recompute=full"]),
+    "DP=2": (2, []),
+    "TP=2": (2, ["parallel.tensor=2"]),
+    "TP=2, canonical": (2, ["parallel.tensor=2", "lora.kind=canonical"]),
+    "TP=4": (4, ["parallel.tensor=4"]),
+    "TP=2, MLP only": (2, ["parallel.tensor=2", "lora.target_modules=[linear_fc1, linear_fc2]"]),
+    "TP=2 x DP=2, computed again": (4, ["parallel.tensor=2", "train.recompute=selective"]),
+    "TP=2 x PP=2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_the_run_of_one_process_with_plain_layers(
+    name: str, tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Losses, gradient norms, validation, and what was trained."""
+    num_ranks, overrides = LAYOUTS[name]
+    common = [B_AT_RANDOM, "train.steps=4", "train.eval_every_steps=2", "optimizer.lr=1e-3"]
+    kinds = [override for override in overrides if override.startswith("lora")]
+    single, run_dir = tmp_path / "single", tmp_path / "run"
+    launch(1, lambda: run_training(tiny_config(*common, *kinds, "lora.fused=never"), single))
+    launch(num_ranks, lambda: run_training(tiny_config(*common, *overrides, "lora.fused=always"), run_dir))
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert apart(column(run_dir, key), column(single, key)) < 1e-5
+    assert column(single, "loss")[-1] < column(single, "loss")[0]
+    for path in (single, run_dir):
+        export_adapter(path, path / "peft")
+    found, expected = (load_file(path / "peft/adapter_model.safetensors") for path in (run_dir, single))
+    assert found.keys() == expected.keys()
+    assert max((found[key] - expected[key]).abs().max().item() for key in expected) < 1e-5

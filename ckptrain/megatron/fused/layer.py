@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from ckptrain.megatron.fused.kernels import (
@@ -53,7 +54,7 @@ class _AttentionInput(torch.autograd.Function):
         side = weight.input(len(x), x)
         scale = norm(x, before.weight, before.eps, side.values)
         qkv = rotate(weight.forward(side), cos, sin, heads)
-        ctx.save_for_backward(x, scale, side.image.clone(), cos, sin)
+        ctx.save_for_backward(x, scale, weight.kept_image(side), cos, sin)
         ctx.parts = weight, before, heads
         return *qkv, x
 
@@ -76,7 +77,7 @@ class _AttentionOutput(torch.autograd.Function):
     def forward(ctx: Any, attended: Tensor, residual: Tensor, weight: AdaptedWeight, *_: Tensor) -> Tensor:
         side = weight.around(attended)
         out = weight.forward(side, residual)
-        ctx.save_for_backward(attended, side.image.clone())
+        ctx.save_for_backward(attended, weight.kept_image(side))
         ctx.weight = weight
         return out
 
@@ -99,7 +100,7 @@ class _MLP(torch.autograd.Function):
         side = down.input(len(x), x)
         swiglu(gate_up, side.values)
         out = down.forward(side, residual=x)
-        ctx.save_for_backward(x, scale, h_up, side.image.clone(), *([] if recompute else [gate_up]))
+        ctx.save_for_backward(x, scale, h_up, down.kept_image(side), *([] if recompute else [gate_up]))
         ctx.parts = up, down, before
         return out
 
@@ -108,7 +109,7 @@ class _MLP(torch.autograd.Function):
         """Return (gate and up, the norm's factors, h)."""
         side = weight.input(len(x), x)
         scale = norm(x, before.weight, before.eps, side.values)
-        return weight.forward(side), scale, side.image.clone()
+        return weight.forward(side), scale, weight.kept_image(side)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +134,9 @@ class _MLP(torch.autograd.Function):
 
 def _gradients(weight: AdaptedWeight, output: Side, h: Tensor, x: Tensor) -> Sequence[Tensor]:
     """Return the gradients of a layer's adapters, from those of its output and of h."""
-    return weight.gradients(output.image.t() @ x, output.values.t() @ h) if weight.rank else ()
+    if not weight.rank:
+        return ()
+    return weight.gradients(weight.whole_backward_image(output).t() @ x, output.values.t() @ h)
 
 
 def _gradients_behind_norm(
@@ -142,7 +145,7 @@ def _gradients_behind_norm(
     """Return the same where the layer was given the norm of x (see above)."""
     if not weight.rank:
         return ()
-    dh = output.image
+    dh = weight.whole_backward_image(output)
     scaled = torch.mul(dh, scale[:, None], out=torch.empty(dh.shape, dtype=dh.dtype, device=dh.device))
     return weight.gradients((scaled.t() @ x).mul_(before.weight), output.values.t() @ h)
 
@@ -154,13 +157,16 @@ class FusedLayer:
         """Take the weights of a layer that `ckptrain.megatron.fused.choice` found to be one that this computes."""
         attention, mlp, config = layer.self_attention, layer.mlp, layer.config
         hold = QuantisedWeight if in_8_bits else AdaptedWeight
-        self._qkv, self._proj, self._fc1, self._fc2 = self.weights = tuple(
-            hold(module) for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        self.weights = self._qkv, self._proj, self._fc1, self._fc2 = (
+            hold(attention.linear_qkv, "column"),
+            hold(attention.linear_proj, "row"),
+            hold(mlp.linear_fc1, "column"),
+            hold(mlp.linear_fc2, "row"),
         )
         self._attention_norm = _norm_of(attention.linear_qkv, layer.input_layernorm, config)
         self._mlp_norm = _norm_of(mlp.linear_fc1, layer.pre_mlp_layernorm, config)
         self._heads = Heads(
-            groups=config.num_query_groups,
+            groups=config.num_query_groups // config.tensor_model_parallel_size,
             queries=config.num_attention_heads // config.num_query_groups,
             head_dim=config.kv_channels,
         )
@@ -195,7 +201,9 @@ class FusedLayer:
             *self._fc1.parameters,
             *self._fc2.parameters,
         )
-        return x.unsqueeze(1), None
+        # A pipeline stage frees what it has sent on, and megatron-core does not free a view.
+        out = make_viewless_tensor(inp=x.unsqueeze(1), requires_grad=x.requires_grad, keep_graph=True)
+        return out, None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Any) -> Tensor:
         """Return [tokens, heads * head_dim]."""

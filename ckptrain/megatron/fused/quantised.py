@@ -48,8 +48,7 @@ class QuantisedWeight(AdaptedWeight):
             out.addmm_(side.image, self.lora_b.t())
         return out if added is None else out.add_(added)
 
-    def backward(self, side: Side) -> Tensor:
-        """Return W^T dy + A^T dh, [tokens, in_features]."""
+    def _backward_product(self, side: Side) -> Tensor:
         rounded, scale = quantise(side.values, self._scale)
         turned = transposed(self._weight)
         out = quantised_product(rounded, scale, turned, self._ones, side.values.dtype)

@@ -12,6 +12,14 @@ longer inner dimension, and not a product and a second pass over its output:
 
 The rank is that of all adapters of the layer together: where q, k and v have one each, B is block diagonal. It is
 padded with zeros to a multiple of eight, as 16-byte loads want it.
+
+Under tensor parallelism a process has some rows of W or some of its columns. What it lacks of A or B it gets from the
+others, once a step, and its matrix is that of its own slice:
+
+    rows of W (column parallel): A whole, its rows of B.     dx, and dh where A's gradient needs it, are sums
+    columns of W (row parallel): its columns of A, B whole.  y, and h where B's gradient needs it, are sums
+
+so a layer exchanges no more than it does without adapters, and twice rank values a token.
 """
 
 from __future__ import annotations
@@ -20,11 +28,13 @@ import ckptrain.megatron.entered  # noqa: F401  # before the first import of meg
 
 # isort: split
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
+import torch.distributed as dist
 from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from ckptrain.megatron.fused.kernels import copy_rows
@@ -32,6 +42,9 @@ from ckptrain.megatron.split_lora import Parts, SplitLoRALinear
 
 # Values that 16 bytes hold of a 2-byte type.
 _RANK_MULTIPLE = 8
+
+Cut = Literal["column", "row"]
+"""How tensor parallelism cuts a weight: column parallel layers share its output features, row parallel its inputs."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -73,9 +86,9 @@ class _Adapter:
     """One adapter of the layer, and its places in the matrix."""
 
     lora_a: nn.Parameter
-    """[rank, in_features]"""
+    """[rank, in_features]; under tensor parallelism a process has some of the rows, or of the columns."""
     lora_b: nn.Parameter
-    """[rows, rank]"""
+    """[rows, rank]; under tensor parallelism a process has some of the rows."""
     scale: float
     columns: slice
     """Of the joint rank."""
@@ -84,10 +97,13 @@ class _Adapter:
 
 
 class AdaptedWeight:
-    """The weight of one layer with what adapters it has, on a process that holds all of it."""
+    """The weight of one layer, or this process's slice of it, with what adapters it has."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, cut: Cut) -> None:
         """Move the weight of a layer, which an adapter may be wrapped around, into a matrix with room for both."""
+        self._cut = cut
+        self._size = parallel_state.get_tensor_model_parallel_world_size()
+        self._number = parallel_state.get_tensor_model_parallel_rank()
         linear: Any = getattr(module, "to_wrap", module)
         self._parts: Parts | None = module.parts if isinstance(module, SplitLoRALinear) else None
         self._adapters = _adapters(module)
@@ -125,7 +141,15 @@ class AdaptedWeight:
         """Write h = A x and return [W  s B] [x; h] with the bias or a residual added, [tokens, out_features]."""
         if self.rank:
             torch.mm(side.values, self.lora_a.t(), out=side.image)
-        return self._product(side, self.bias if residual is None else residual)
+        if self._size == 1 or self._cut == "column":
+            return self._product(side, self.bias if residual is None else residual)
+        out = self._summed(self._product(side, None))
+        return out if residual is None else out.add_(residual)
+
+    def kept_image(self, side: Side) -> Tensor:
+        """Return a copy of the whole h, [tokens, rank]."""
+        h = side.image.clone()
+        return self._summed(h) if self._cut == "row" else h
 
     def _product(self, side: Side, added: Tensor | None) -> Tensor:
         if added is None:
@@ -139,7 +163,33 @@ class AdaptedWeight:
 
     def backward(self, side: Side) -> Tensor:
         """Return [W; A]^T [dy; dh], [tokens, in_features]."""
+        dx = self._backward_product(side)
+        return self._summed(dx) if self._cut == "column" else dx
+
+    def _backward_product(self, side: Side) -> Tensor:
         return side.whole @ self._backwards
+
+    def whole_backward_image(self, side: Side) -> Tensor:
+        """Return the whole dh, [tokens, rank], of which every process has its own output features' part."""
+        return self._summed(side.image.clone()) if self._size > 1 and self._cut == "column" else side.image
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Sum over the tensor parallel processes, in place."""
+        if self._size > 1 and values.numel():
+            dist.all_reduce(values, group=parallel_state.get_tensor_model_parallel_group())
+        return values
+
+    def _joined(self, values: Tensor) -> Tensor:
+        """Return the rows that all tensor parallel processes have."""
+        if self._size == 1:
+            return values
+        whole = values.new_empty(self._size * len(values), values.shape[1])
+        dist.all_gather_into_tensor(whole, values, group=parallel_state.get_tensor_model_parallel_group())
+        return whole
+
+    def _own(self, values: Tensor) -> Tensor:
+        """Return this process's rows of what `_joined` joins."""
+        return values.chunk(self._size)[self._number]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -147,11 +197,16 @@ class AdaptedWeight:
         return [weight for adapter in self._adapters for weight in (adapter.lora_a, adapter.lora_b)]
 
     def take_adapters(self) -> None:
-        """Copy the adapters as they are now into the matrix."""
+        """Copy the adapters as they are now into the matrix; collective over tensor parallel processes."""
         for adapter in self._adapters:
-            self.lora_a[adapter.columns].copy_(adapter.lora_a.detach())
+            lora_a, lora_b = adapter.lora_a.detach(), adapter.lora_b.detach()
+            if self._cut == "column":
+                lora_a = self._joined(lora_a)
+            else:
+                lora_b = self._joined(lora_b)
+            self.lora_a[adapter.columns].copy_(lora_a)
             places = self._rows(self.lora_b[:, adapter.columns], adapter.part)
-            torch.mul(adapter.lora_b.detach().view(places.shape), adapter.scale, out=places)
+            torch.mul(lora_b.view(places.shape), adapter.scale, out=places)
 
     def gradients(self, lora_a: Tensor, lora_b: Tensor) -> list[Tensor]:
         """Return the gradients of `parameters`.
@@ -162,8 +217,13 @@ class AdaptedWeight:
         """
         found = []
         for adapter in self._adapters:
-            rows = self._rows(lora_b[:, adapter.columns], adapter.part)
-            found += [lora_a[adapter.columns], (rows * adapter.scale).reshape(adapter.lora_b.shape)]
+            of_a = lora_a[adapter.columns]
+            of_b = self._rows(lora_b[:, adapter.columns], adapter.part) * adapter.scale
+            if self._cut == "column":
+                of_a = self._own(of_a)
+            else:
+                of_b = self._own(of_b)
+            found += [of_a, of_b.reshape(adapter.lora_b.shape)]
         return found
 
     def _rows(self, matrix: Tensor, part: str | None) -> Tensor:
