@@ -7,42 +7,14 @@ python3 -m pytest tests/gpu -q
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.gpu_runs import assert_alike, run_unproven
+from support.records import phase
 from tiny import write_chats, write_llama
 
 pytestmark = pytest.mark.gpu(2)
-
-WITHOUT_REFUSAL = """
-import ckptrain.training.start
-from ckptrain.cli.main import main
-
-ckptrain.training.start.unproven = lambda config: []
-main()
-"""
-# What two runs may differ by in loss, and in the gradient norm as a share of it.
-ROUNDING = {"float32": (1e-3, 1e-3), "bfloat16": (3e-2, 5e-2)}
-
-
-def train(num_gpus: int, config: Path, run_dir: Path, *overrides: str) -> list[tuple[float, float]]:
-    """Run to the end under torch's launcher; return the loss and the gradient norm of each step."""
-    script = run_dir.parent / "without_refusal.py"
-    script.write_text(WITHOUT_REFUSAL)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), str(script)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "run", str(config), "--run-dir", str(run_dir), *overrides],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize("kind", ["lora", "canonical", "dora"])
@@ -68,14 +40,10 @@ checkpoint: {{every_steps: 5, keep_last: 9}}
 log: {{tensorboard: false, sample_tokens: 4}}
 """
     )
-    one = train(1, config, tmp_path / "one")
-    two = train(2, config, tmp_path / "two", "parallel.context=2")
-    journal = [json.loads(line) for line in (tmp_path / "two/journal.jsonl").read_text().splitlines()]
-    [loaded] = [entry for entry in journal if "parity" in entry]
+    one = run_unproven(1, config, tmp_path / "one")
+    two = run_unproven(2, config, tmp_path / "two", "parallel.context=2")
+    loaded = phase(tmp_path / "two", "BASE_LOADED")
     assert loaded["backend"] == backend
     assert loaded["parity"]["checked"]
     assert len(one) == len(two) == 10
-    loss_apart, norm_apart = ROUNDING[dtype]
-    for (loss, norm), (expected_loss, expected_norm) in zip(two, one, strict=True):
-        assert abs(loss - expected_loss) < loss_apart
-        assert abs(norm - expected_norm) < norm_apart * expected_norm
+    assert_alike(two, one, dtype)

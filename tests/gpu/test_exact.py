@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.gpu_runs import apart, column, command, journal, run, run_each, write_run
+from support.gpu_runs import command, run, run_each, write_run
+from support.records import apart, column, journal
 
 from ckptrain.checkpoint.integrity import open_checkpoint
 

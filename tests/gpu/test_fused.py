@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gpu_runs import apart, column, phase, run_each, write_run
+from support.gpu_runs import run_each, write_run
+from support.records import apart, column, phase
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.gpu_runs import column, command, journal, phase, run, write_run
+from support.gpu_runs import command, run, write_run
+from support.records import column, journal, phase
 
 pytestmark = pytest.mark.gpu
 

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from families import write_family
-from safetensors.torch import load_file
-from support.gpu_runs import apart, column
 from support.launch import launch, run_training
 from support.models import packed, packed_logits, with_model
+from support.records import apart, column, exported
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ckptrain.config.schema import RunConfig
-from ckptrain.convert.to_peft import export_adapter
 from ckptrain.data.batches import MicroBatch
 from ckptrain.errors import ConfigError
 
@@ -295,8 +293,6 @@ def test_every_layout_trains_the_run_of_one_process_with_plain_layers(
     for key in ("loss", "grad_norm", "val_loss"):
         assert apart(column(run_dir, key), column(single, key)) < 1e-5
     assert column(single, "loss")[-1] < column(single, "loss")[0]
-    for path in (single, run_dir):
-        export_adapter(path, path / "peft")
-    found, expected = (load_file(path / "peft/adapter_model.safetensors") for path in (run_dir, single))
+    found, expected = (exported(path, path / "peft") for path in (run_dir, single))
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in expected) < 1e-5

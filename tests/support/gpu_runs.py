@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from tiny import write_chats, write_llama
+
+from support.records import column
 
 
 def write_run(directory: Path) -> Path:
@@ -66,23 +67,34 @@ def run_each(config: Path, runs: dict[str, list[str]], directory: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-def journal(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """Return the entries of one kind."""
-    entries = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if entry["event"] == event]
+def run_unproven(ranks: int, config: Path, run_dir: Path, *overrides: str) -> list[tuple[float, float]]:
+    """Run to the end what is refused until it has been seen; return the loss and the gradient norm of each step."""
+    script = run_dir.parent / "without_refusal.py"
+    script.write_text(_WITHOUT_REFUSAL)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "run", str(config), "--run-dir", str(run_dir), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return list(zip(column(run_dir, "loss"), column(run_dir, "grad_norm"), strict=True))
 
 
-def phase(run_dir: Path, name: str) -> dict[str, Any]:
-    """Return what the journal says of a phase."""
-    return next(entry for entry in journal(run_dir, "phase") if entry["to"] == name)
+_WITHOUT_REFUSAL = """
+import ckptrain.training.start
+from ckptrain.cli.main import main
+
+ckptrain.training.start.unproven = lambda config: []
+main()
+"""
 
 
-def column(run_dir: Path, key: str) -> list[float]:
-    """Return what the metrics have under a key, in the order of steps."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines if key in line]
-
-
-def apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest difference."""
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def assert_alike(found: list[tuple[float, float]], expected: list[tuple[float, float]], dtype: str) -> None:
+    """Compare two runs' losses, and their gradient norms as a share, within what rounding may make of them."""
+    loss_apart, norm_apart = {"float32": (1e-3, 1e-3), "bfloat16": (3e-2, 5e-2)}[dtype]
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert abs(loss - expected_loss) < loss_apart
+        assert abs(norm - expected_norm) < norm_apart * expected_norm

@@ -7,18 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
 import pytest
 import torch
 from families import write_family
-from safetensors.torch import load_file
 from support.launch import launch, run_training
 from support.models import assert_alike, logits_of_each, packed, packed_logits, with_model
+from support.records import apart, column, exported
 from torch import Tensor
 
 from ckptrain.checkpoint.integrity import open_checkpoint
 from ckptrain.config.schema import RunConfig
-from ckptrain.convert.to_peft import export_adapter
 from ckptrain.data.batches import MicroBatch
 from ckptrain.data.context import PADDING, context_part, padded_length
 from ckptrain.errors import ConfigError
@@ -48,23 +46,6 @@ LONGROPE_OF_33 = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 4.0, 8.0],
 }
-
-
-def column(run_dir: Path, key: str) -> list[float]:
-    """Return what the metrics have under a key, in the order of steps."""
-    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    return [line[key] for line in lines if key in line]
-
-
-def apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest difference."""
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
-
-
-def exported(run_dir: Path, out: Path) -> dict[str, Tensor]:
-    """Return the trained adapter as PEFT has it."""
-    export_adapter(run_dir, out)
-    return load_file(out / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
