@@ -89,11 +89,8 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
     # How the step is to describe packed sequences: Transformer Engine's kernels know THD, our attention needs no name.
     model.config.packed_format = "sbhd" if backend == "local" else "thd"
     # On a GPU the logits of a micro-batch can be most of the memory; a family may do more to them than one product.
-    model.config.loss_in_portions = (
-        enter_platform().is_cuda and layout.tensor == 1 and not getattr(model.output_layer, "_forward_hooks", None)
-        if model.post_process
-        else False
-    )
+    is_alone = enter_platform().is_cuda and layout.tensor == 1
+    model.config.loss_in_portions = is_alone and model.post_process and not model.output_layer._forward_hooks
     if config.train.recompute != "none" and model.pre_process:
         # megatron-core's recomputation gives no gradients to a module whose input needs none; the embedding is frozen.
         model.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(torch.is_grad_enabled()))
