@@ -7,6 +7,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -261,3 +262,27 @@ def test_throughput_is_told_in_operations() -> None:
     """14,900 tokens/s of Llama-3.1-8B are about half a petaflop a second; packed sequences have no such number."""
     assert tflops(row("megatron", "8b", 14_900.0)) == pytest.approx(507.0, rel=0.01)
     assert tflops(row("hf", "smollm2", 1.0)) is None
+
+
+def test_a_step_alone_is_measured_in_each_variant(tmp_path: Path) -> None:
+    """In one process, with the kernels of the last step; fused and plain layers have the same loss."""
+    tools, out = Path(bench_gpu.__file__).parent, tmp_path / "steps.json"
+    variants = ["fused:2:lora.fused=always", "plain:2:lora.fused=never"]
+    command = [
+        sys.executable,
+        str(tools / "step_gpu.py"),
+        "tiny",
+        *variants,
+        "--steps",
+        "2",
+        "--profile",
+        "--json",
+        str(out),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tools.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    fused, plain = json.loads(out.read_text())["variants"]
+    assert (fused["fused"], plain["fused"]) == (True, False)
+    assert abs(fused["loss"] - plain["loss"]) < 1e-4
+    assert fused["kernels"][0]["ms"] > 0

@@ -91,6 +91,7 @@ def build(config: RunConfig) -> tuple[Any, Any, dict[str, Any]]:
     layout = layout_of(config, shape, 1)
     backend, _ = choose_backend(config.model.backend, enter_platform(), config.model.dtype)
     model = build_model(open_bridge(Path(config.model.pretrained), shape.architecture), config, layout, backend)
+    torch.manual_seed(0)  # the same weights for every variant
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)

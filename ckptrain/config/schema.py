@@ -47,9 +47,9 @@ class ModelConfig:
         default="bfloat16",
     )
     fp8: Literal["rowwise"] | None = option(
-        "Hold the frozen linear layers in 8 bits (e4m3, one scale for each row) and compute them so: half the time and"
-        " half the memory of bfloat16; adapters, attention and the output layer stay what they are. Needs a GPU of the"
-        " Hopper generation or later.",
+        "Hold the frozen linear layers in 8 bits (e4m3, one scale for each row) and compute them so: half the memory"
+        " and half the time for those layers; adapters, attention and the output layer stay as they are. A GPU must be"
+        " of the Hopper generation or later.",
         default=None,
     )
     backend: Literal["auto", "transformer_engine", "local"] = option(

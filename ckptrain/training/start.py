@@ -20,6 +20,7 @@ from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import config_problems, unproven
 from ckptrain.config.estimate import checkpoint_bytes
+from ckptrain.config.fusion import fused_or_plain, fusion_obstacle
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
 from ckptrain.config.schema import LoraConfig, RunConfig
@@ -73,7 +74,7 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
         run_dir: where the run is or will be: a run that goes on keeps the kind of its adapters where that is left open.
 
     Raises:
-        ConfigError: the base, the targets or the layout cannot be used.
+        ConfigError: the base, the targets, the layout or the layers that are asked for cannot be used.
         CkptrainError: `model.adapter` is nothing that can be read.
         DataError: a data file cannot be read.
     """
@@ -86,6 +87,8 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
         raise ConfigError("the configuration contradicts what it starts from", problems)
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
+    # Where fused layers are asked for and cannot be, that is said before a GPU is used; what `auto` means, when it is.
+    fused_or_plain(config, fusion_obstacle(config, shape, layout), without_gpu=None)
     data, identity = identify_data(config.data, run_dir)
     return Survey(
         config=attrs.evolve(config, data=data),

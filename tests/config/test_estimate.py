@@ -52,8 +52,8 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 # What torch had allocated at most on one H200 (torch 2.11, Transformer Engine 2.20.2), in GiB, with rank 16 on all
-# linear layers and rows of 4096 tokens, all learnt. Of the models of tools/bench_gpu.py, which measures it again:
-#     python3 tools/bench_gpu.py --models 1b 8b --contestants ckptrain ckptrain-plain ckptrain-recompute ckptrain-fp8
+# linear layers and rows of 4096 tokens, all learnt. What measures one again, by shape, micro-batch and overrides:
+#     python3 tools/step_gpu.py 1b fused:4 full:8:train.recompute=full plain:4:lora.fused=never
 PEAKS_GIB = [
     (LLAMA_1B, 1, [], 6.765),
     (LLAMA_1B, 2, [], 9.970),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -44,3 +46,19 @@ def test_asking_for_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch
         choose_backend("transformer_engine", CPU, "bfloat16")
     with pytest.raises(ConfigError, match="not installed"):
         choose_backend("transformer_engine", GPU, "bfloat16")
+
+
+def test_reproducible_sets_what_it_needs_and_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core refuses Transformer Engine's attention without the variable."""
+    from ckptrain.megatron.platform import reproducible
+
+    name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    for before in (None, "1"):
+        monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+        with reproducible(asked=True):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ[name] == "0"
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert os.environ.get(name) == before
+        with reproducible(asked=False):
+            assert os.environ.get(name) == before

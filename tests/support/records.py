@@ -33,10 +33,25 @@ def phase(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def exported(run_dir: Path, out: Path) -> dict[str, Tensor]:
-    """Return the trained adapter as PEFT has it."""
+    """Return the trained adapter as PEFT has it; the directory may have it already."""
     from safetensors.torch import load_file
 
     from ckptrain.convert.to_peft import export_adapter
 
-    export_adapter(run_dir, out)
+    if not out.exists():
+        export_adapter(run_dir, out)
     return load_file(out / "adapter_model.safetensors")
+
+
+def assert_same_run(run_dir: Path, single: Path) -> None:
+    """Compare two whole runs within rounding: losses, gradient norms, validation, answers, and what was trained."""
+    assert column(run_dir, "learnt_tokens") == column(single, "learnt_tokens")
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert len(column(single, key)) > 1
+        assert apart(column(run_dir, key), column(single, key)) < 1e-5
+    assert column(single, "loss")[-1] < column(single, "loss")[0] - 0.1, "something is learnt"
+    found, expected = (exported(path, path / "exported") for path in (run_dir, single))
+    assert found.keys() == expected.keys()
+    assert max((found[key] - expected[key]).abs().max().item() for key in expected) < 1e-5
+    answers = [[entry["answer"] for entry in journal(path, "sample")] for path in (run_dir, single)]
+    assert answers[0] == answers[1]

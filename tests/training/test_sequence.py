@@ -12,7 +12,7 @@ import torch
 from families import write_family
 from support.launch import launch, run_training
 from support.models import assert_alike, logits_of_each, packed, packed_logits, with_model
-from support.records import apart, column, exported
+from support.records import apart, assert_same_run, column, exported
 from torch import Tensor
 
 from ckptrain.config.schema import RunConfig
@@ -68,19 +68,7 @@ def test_processes_with_slices_train_the_run_of_one(
     run_dir = tmp_path / "run"
     results = launch(num_ranks, lambda: run_training(tiny_config(*common, *layout, SEQUENCE), run_dir))
 
-    assert len(column(run_dir, "loss")) == 6
-    assert column(run_dir, "learnt_tokens") == column(single, "learnt_tokens")
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert apart(column(run_dir, key), column(single, key)) < 1e-5
-    assert column(single, "loss")[-1] < column(single, "loss")[0] - 0.1, "something is learnt"
-    found, expected = exported(run_dir, tmp_path / "found"), exported(single, tmp_path / "expected")
-    assert found.keys() == expected.keys()
-    assert max((found[key] - expected[key]).abs().max().item() for key in expected) < 1e-5
-    answers = [
-        [entry["answer"] for entry in read_journal(path / "journal.jsonl") if entry["event"] == "sample"]
-        for path in (run_dir, single)
-    ]
-    assert answers[0] == answers[1]
+    assert_same_run(run_dir, single)
     assert len({result.loss for result in results}) == 1, "every rank knows the same"
     [loaded] = [entry for entry in read_journal(run_dir / "journal.jsonl") if "parity" in entry]
     assert loaded["parity"]["checked"], "and the base computes what Hugging Face computes"
