@@ -2,117 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 import ckptrain
-from ckptrain.cli.outcome import (
-    Answer,
-    Failure,
-    JsonStdout,
-    answer_or_failure,
-    print_json,
-    tell_failure,
-    wants_json,
+from ckptrain.cli.group import Commands
+from ckptrain.cli.options import (
+    base_option,
+    json_option,
+    overrides,
+    overwrite_option,
+    processes_option,
+    run_dir_option,
+    verify_option,
 )
-
-type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Commands(click.Group):
-    """A group whose commands return an `Answer`; it shows the answer, or tells the error, and exits with its status."""
-
-    def main(  # type: ignore[override]  # what click would do in its standalone mode is done here
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
-    ) -> NoReturn:
-        """Run one command and exit."""
-        words = list(sys.argv[1:] if args is None else args) or ["--help"]
-        as_json = wants_json(words)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a model's answer may hold what a terminal has no sign for
-
-        def ask() -> Any:
-            return super(Commands, self).main(words, prog_name or "ckptrain", standalone_mode=False, **extra)
-
-        if as_json:
-            with JsonStdout():
-                outcome = answer_or_failure(ask)
-        else:
-            outcome = answer_or_failure(ask)
-        if isinstance(outcome, Failure):
-            tell_failure(outcome, os.environ)
-        if as_json and os.environ.get("RANK", "0") == "0":
-            print_json(_report(outcome))
-        elif isinstance(outcome, Answer) and outcome.show is not None:
-            from ckptrain.cli.page import open_console
-
-            outcome.show(open_console())
-        sys.exit(outcome.exit_status)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
-        """Return the commands in the order in which they are written here: that of a run's life."""
-        return list(self.commands)
-
-
-def _report(outcome: Answer | Failure) -> dict[str, Any]:
-    if isinstance(outcome, Failure):
-        return outcome.report()
-    return {**outcome.report, "exit_status": outcome.exit_status}
-
-
-def _json_option(*, exposed: bool = False) -> Decorator:
-    """Accept --json; the group acts on it, so that most commands need not know."""
-    text = "Print one JSON object on stdout."
-    return click.option("--json", "as_json", is_flag=True, expose_value=exposed, help=text)
-
-
-def _processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--nproc-per-node",
-        "num_processes",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="Processes on this machine, one for each GPU; the launcher decides where there is one (torchrun, srun).",
-    )(command)
-
-
-def _run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--run-dir", type=click.Path(path_type=Path), help="Where the run lives; runs/CONFIG-NAME if left out."
-    )(command)
-
-
-def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--overwrite", is_flag=True, help="Replace an earlier one at OUT.")(command)
-
-
-def _verify_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--verify/--no-verify",
-        default=None,
-        help="Compare logits with those under Megatron first; left out, where the base is here and small.",
-    )(command)
-
-
-def _base_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--base",
-        metavar="MODEL",
-        help="The base model, where the adapter names none or one that lies elsewhere; a Hub id or a path.",
-    )(command)
-
-
-def _overrides(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
+from ckptrain.cli.outcome import Answer
 
 
 @click.group(
@@ -129,10 +35,10 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@_overrides
-@_run_dir_option
-@_processes_option
-@_json_option(exposed=True)
+@overrides
+@run_dir_option
+@processes_option
+@json_option(exposed=True)
 def run(config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool) -> Answer:
     """Start a run, or go on with the one in the run directory.
 
@@ -145,9 +51,9 @@ def run(config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_proc
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@_overrides
-@_processes_option
-@_json_option(exposed=True)
+@overrides
+@processes_option
+@json_option(exposed=True)
 def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
     """Go on with a run as it was last asked to be."""
     from ckptrain.cli.train import resume_run
@@ -157,10 +63,10 @@ def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_
 
 @cli.command()
 @click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
-@_overrides
-@_run_dir_option
-@_processes_option
-@_json_option()
+@overrides
+@run_dir_option
+@processes_option
+@json_option()
 def plan(source: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int) -> Answer:
     """Tell what a start would do, changing nothing.
 
@@ -173,9 +79,9 @@ def plan(source: Path, overrides: tuple[str, ...], run_dir: Path | None, num_pro
 
 @cli.command()
 @click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
-@_overrides
+@overrides
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print the first N samples, coloured.")
-@_json_option()
+@json_option()
 def data(source: Path, overrides: tuple[str, ...], show: int) -> Answer:
     """Tell what a run learns from.
 
@@ -189,7 +95,7 @@ def data(source: Path, overrides: tuple[str, ...], show: int) -> Answer:
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@_json_option()
+@json_option()
 def status(run_dir: Path) -> Answer:
     """Tell how far a run is and what comes next.
 
@@ -203,8 +109,8 @@ def status(run_dir: Path) -> Answer:
 @cli.command()
 @click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
 @click.option("--norms", is_flag=True, help="Read the tensors: norms, largest values, and what is NaN or infinite.")
-@_base_option
-@_json_option()
+@base_option
+@json_option()
 def inspect(path: Path, base: str | None, *, norms: bool) -> Answer:
     """Tell what is in a checkpoint.
 
@@ -220,7 +126,7 @@ def inspect(path: Path, base: str | None, *, norms: bool) -> Answer:
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
 @click.option("--no-tensors", is_flag=True, help="Do not compare the numbers in the tensors, which takes torch.")
-@_json_option()
+@json_option()
 def diff(a: Path, b: Path, *, no_tensors: bool) -> Answer:
     """Tell what two checkpoints differ in.
 
@@ -234,7 +140,7 @@ def diff(a: Path, b: Path, *, no_tensors: bool) -> Answer:
 
 @cli.command()
 @click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
-@_json_option()
+@json_option()
 def verify(path: Path) -> Answer:
     """Compare every file with its digest.
 
@@ -254,7 +160,7 @@ def verify(path: Path) -> Answer:
 @click.option("--keep-best", type=click.IntRange(min=0), metavar="N", help="So many of the best as well.")
 @click.option("--metric", type=click.Choice(["val_loss", "loss"]), help="What the best go by; lower is better.")
 @click.option("--dry-run", is_flag=True, help="Tell what would be removed, and remove nothing.")
-@_json_option()
+@json_option()
 def prune(
     run_dir: Path,
     keep_last: int | None,
@@ -303,10 +209,10 @@ def prune(
     show_default=True,
     help="vllm refuses what vLLM would not load; what it loads has the names that PEFT's has.",
 )
-@_base_option
-@_overwrite_option
-@_verify_option
-@_json_option()
+@base_option
+@overwrite_option
+@verify_option
+@json_option()
 def export(
     checkpoint: Path,
     out: Path,
@@ -340,10 +246,10 @@ def export(
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Type of the weights written; left out, each keeps that of the base.",
 )
-@_base_option
-@_overwrite_option
-@_verify_option
-@_json_option()
+@base_option
+@overwrite_option
+@verify_option
+@json_option()
 def merge(
     checkpoint: Path, out: Path, dtype: str | None, base: str | None, *, overwrite: bool, verify: bool | None
 ) -> Answer:
@@ -366,8 +272,8 @@ def merge(
     show_default=True,
     help="What it is read as, as lora.kind; auto is what it is, and lora where the parts of fused layers share an A.",
 )
-@_base_option
-@_json_option()
+@base_option
+@json_option()
 def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer:
     """Make a checkpoint of a Hugging Face PEFT adapter.
 
@@ -380,7 +286,7 @@ def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer
 
 @cli.command()
 @click.argument("section", required=False)
-@_json_option()
+@json_option()
 def explain(section: str | None) -> Answer:
     """List what a config may say.
 
@@ -392,7 +298,7 @@ def explain(section: str | None) -> Answer:
 
 
 @cli.command()
-@_json_option()
+@json_option()
 def doctor() -> Answer:
     """Tell what is installed and whether it works.
 

@@ -35,7 +35,8 @@ from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, Start
 from ckptrain.megatron.world import open_process_group
 from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.evaluation import answer_sample, validation_loss
-from ckptrain.training.observers import Observer, Observers, SampleAnswer, recorders
+from ckptrain.training.loggers import recorders
+from ckptrain.training.observers import Observer, Observers, SampleAnswer
 from ckptrain.training.profiling import StepProfiler
 from ckptrain.training.restore import restore_run, warm_start
 from ckptrain.training.saving import Position, Saver

@@ -99,8 +99,8 @@ def test_running_out_of_memory_is_told_with_what_to_make_smaller() -> None:
 def test_with_json_whatever_else_prints_goes_to_stderr() -> None:
     """A library's greeting on stdout, from Python or from C, must not break the one object."""
     code = (
-        "import os, ckptrain.cli.main as m\nfrom ckptrain.cli.outcome import Answer\n"
-        "@m.cli.command()\n@m._json_option()\ndef go():\n"
+        "import os, ckptrain.cli.main as m\nfrom ckptrain.cli.outcome import Answer\nfrom ckptrain.cli.options import json_option\n"
+        "@m.cli.command()\n@json_option()\ndef go():\n"
         "    print('hello from Python'); os.write(1, b'hello from C\\n'); os.system('echo hello from a child')\n"
         "    return Answer(report={'found': 1}, exit_status=75)\n"
         "m.cli.main(['go', '--json'])"

@@ -12,7 +12,8 @@ from support.launch import launch, run_training
 
 from ckptrain.config.flops import training_flops
 from ckptrain.config.schema import RunConfig
-from ckptrain.training.observers import StepRecord, TensorBoard
+from ckptrain.training.loggers import TensorBoard
+from ckptrain.training.observers import StepRecord
 from ckptrain.training.start import survey_run
 
 

@@ -1,0 +1,65 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def json_option(*, exposed: bool = False) -> Decorator:
+    """Accept --json; the group acts on it, so that most commands need not know."""
+    text = "Print one JSON object on stdout."
+    return click.option("--json", "as_json", is_flag=True, expose_value=exposed, help=text)
+
+
+def processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --nproc-per-node."""
+    return click.option(
+        "--nproc-per-node",
+        "num_processes",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Processes on this machine, one for each GPU; the launcher decides where there is one (torchrun, srun).",
+    )(command)
+
+
+def run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --run-dir."""
+    return click.option(
+        "--run-dir", type=click.Path(path_type=Path), help="Where the run lives; runs/CONFIG-NAME if left out."
+    )(command)
+
+
+def overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --overwrite."""
+    return click.option("--overwrite", is_flag=True, help="Replace an earlier one at OUT.")(command)
+
+
+def verify_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --verify and --no-verify; None where neither is given."""
+    return click.option(
+        "--verify/--no-verify",
+        default=None,
+        help="Compare logits with those under Megatron first; left out, where the base is here and small.",
+    )(command)
+
+
+def base_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --base."""
+    return click.option(
+        "--base",
+        metavar="MODEL",
+        help="The base model, where the adapter names none or one that lies elsewhere; a Hub id or a path.",
+    )(command)
+
+
+def overrides(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept any number of key=value."""
+    return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
