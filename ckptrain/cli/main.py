@@ -298,15 +298,20 @@ def explain(section: str | None) -> Answer:
 
 
 @cli.command()
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Measure the disk there; else in the working directory."
+)
+@click.option("--self-test/--no-self-test", default=True, help="Train, kill and resume a tiny model: some 10 seconds.")
 @json_option()
-def doctor() -> Answer:
+def doctor(run_dir: Path | None, *, self_test: bool) -> Answer:
     """Tell what is installed and whether it works.
 
-    It is what a bug report needs.
+    What a run would use and what is missing, how fast the disk is, and whether a run that is killed goes on exactly. It
+    is what a bug report needs (--json), and holds no names of users, hosts or directories.
     """
     from ckptrain.cli.doctor import doctor_answer
 
-    return doctor_answer()
+    return doctor_answer(run_dir, self_test=self_test)
 
 
 def main() -> NoReturn:
