@@ -29,6 +29,7 @@ from ckptrain.cli.outcome import Answer
     " 75 stopped early but saved, run it again; 1 anything else.",
 )
 @click.version_option(ckptrain.__version__, prog_name="ckptrain")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def cli() -> None:
     """Fine-tune with LoRA under Megatron, and never be in doubt about what a start means."""
 

@@ -14,6 +14,7 @@ import click
 import orjson
 
 from ckptrain import api
+from ckptrain.cli.error_log import keep_logs_in
 from ckptrain.cli.launch import launch
 from ckptrain.cli.launched import is_launched
 from ckptrain.cli.outcome import Answer
@@ -60,6 +61,7 @@ def _flags(*, as_json: bool) -> list[str]:
 
 
 def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
+    keep_logs_in(run_dir)
     os.environ.update(step_environment(os.environ))
     quiet_libraries()
     if num_processes > 1 and not is_launched(os.environ):

@@ -1,0 +1,54 @@
+"""Where does the traceback of a fault go? Into a file, of each process its own, whose path is what the screen shows.
+
+Of a run it lies in its directory; of other commands where the user's programs keep their state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+
+from ckptrain.checkpoint.store import JOURNAL
+
+_run_dir: ContextVar[Path | None] = ContextVar("run_dir", default=None)
+
+
+def keep_logs_in(run_dir: Path | None) -> None:
+    """Say which run the command is about, once that is known; None for none."""
+    _run_dir.set(run_dir)
+
+
+def journal_of_run() -> Path | None:
+    """Return the journal of the run that the command is about, where there is one."""
+    run_dir = _run_dir.get()
+    return run_dir / JOURNAL if run_dir is not None and (run_dir / JOURNAL).is_file() else None
+
+
+def write_trace(trace: str, environment: Mapping[str, str]) -> Path | None:
+    """Add a traceback to the log; returns its path, or None where it can be written nowhere."""
+    rank = environment.get("RANK", "0")
+    name = "error.log" if rank == "0" else f"error.rank{rank}.log"
+    text = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {rank}, process {os.getpid()}\n{trace}\n"
+    for directory in _directories(environment):
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            with (directory / name).open("a") as file:
+                file.write(text)
+            return directory / name
+    return None
+
+
+def _directories(environment: Mapping[str, str]) -> Iterator[Path]:
+    run_dir = _run_dir.get()
+    if run_dir is not None and run_dir.is_dir():
+        yield run_dir
+    if state := environment.get("XDG_STATE_HOME"):
+        yield Path(state) / "ckptrain"
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        yield Path.home() / ".local/state/ckptrain"
+    yield Path(tempfile.gettempdir()) / f"ckptrain-{os.getuid()}"
