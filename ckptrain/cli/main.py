@@ -285,6 +285,23 @@ def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer
     return import_answer(peft, out, kind=kind, base=base)
 
 
+@cli.command("import-config")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write it here; left out, it is printed.")
+@overwrite_option
+@json_option()
+def import_config(file: Path, out: Path | None, *, overwrite: bool) -> Answer:
+    """Turn a config of NeMo-RL or Megatron-Bridge into one of ckptrain.
+
+    FILE is an sft.yaml of NeMo-RL, with LoRA under policy.megatron_cfg.peft or the older lora_cfg, or a run_config.yaml
+    of Megatron-Bridge. Told are the keys that are to be given, what means something else here, and what has no
+    counterpart.
+    """
+    from ckptrain.cli.import_config import import_config_answer
+
+    return import_config_answer(file, out, overwrite=overwrite)
+
+
 @cli.command()
 @click.argument("section", required=False)
 @json_option()
