@@ -16,17 +16,21 @@ from pathlib import Path
 from ckptrain.checkpoint.store import JOURNAL
 
 _run_dir: ContextVar[Path | None] = ContextVar("run_dir", default=None)
+_journal_before: ContextVar[int | None] = ContextVar("journal_before", default=None)
 
 
 def keep_logs_in(run_dir: Path | None) -> None:
-    """Say which run the command is about, once that is known; None for none."""
+    """Say which run the command is about, once that is known and before it begins; None for none."""
     _run_dir.set(run_dir)
+    _journal_before.set(None if run_dir is None else _changed_ns(run_dir / JOURNAL))
 
 
 def journal_of_run() -> Path | None:
-    """Return the journal of the run that the command is about, where there is one."""
+    """Return the journal of the run that the command is about, where the command has written to it."""
     run_dir = _run_dir.get()
-    return run_dir / JOURNAL if run_dir is not None and (run_dir / JOURNAL).is_file() else None
+    if run_dir is None or _changed_ns(run_dir / JOURNAL) == _journal_before.get():
+        return None
+    return run_dir / JOURNAL
 
 
 def write_trace(trace: str, environment: Mapping[str, str]) -> Path | None:
@@ -41,6 +45,13 @@ def write_trace(trace: str, environment: Mapping[str, str]) -> Path | None:
                 file.write(text)
             return directory / name
     return None
+
+
+def _changed_ns(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _directories(environment: Mapping[str, str]) -> Iterator[Path]:

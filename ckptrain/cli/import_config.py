@@ -40,7 +40,7 @@ def import_config_answer(path: Path, out: Path | None, *, overwrite: bool) -> An
             f"cannot import {path}",
             [
                 "it is neither a config of NeMo-RL (it has no section `policy`) nor a run_config.yaml of"
-                " Megatron-Bridge (it has no sections `model` and `train`)"
+                " Megatron-Bridge (it has no sections `model` and `train` with train_iters)"
             ],
         )
     _place_template(found, out, overwrite=overwrite)

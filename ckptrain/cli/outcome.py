@@ -18,7 +18,7 @@ import click
 import orjson
 
 from ckptrain.cli.error_log import journal_of_run, write_trace
-from ckptrain.errors import EXIT_DONE, EXIT_FAILURE, CkptrainError, ProblemsError, RankFailed
+from ckptrain.errors import EXIT_DONE, EXIT_FAILURE, CkptrainError, PhaseError, ProblemsError, RankFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,6 +127,8 @@ def failure_of(error: Exception) -> Failure:
         here = error.__cause__ is not None
         said = f"{message}\n{_FAULT_TEXT}" if here else message
         return Failure(kind=kind, message=said, exit_status=error.exit_status, trace=trace, is_fault=here)
+    if isinstance(error, PhaseError):
+        return Failure(kind=kind, message=message, exit_status=error.exit_status, trace=trace, is_fault=True)
     if isinstance(error, CkptrainError):
         problems = error.problems if isinstance(error, ProblemsError) else ()
         return Failure(kind=kind, message=message, exit_status=error.exit_status, problems=problems, trace=trace)

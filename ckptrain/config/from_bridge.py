@@ -41,11 +41,15 @@ _SECTIONS = {
     "env_vars": "set them in the environment",
 }
 _OFF = (False, 0, -1)
+_OF_TRAIN = ("_target_", "train_iters", "train_samples")
+"""What its section `train` has and ours has not."""
 
 
 def is_bridge(foreign: Foreign) -> bool:
     """Tell whether a file is of this kind."""
-    return isinstance(foreign.look("model"), dict) and isinstance(foreign.look("train"), dict)
+    train = foreign.look("train")
+    has_both = isinstance(foreign.look("model"), dict) and isinstance(train, dict)
+    return has_both and not train.keys().isdisjoint(_OF_TRAIN)
 
 
 def from_bridge(foreign: Foreign) -> Imported:
@@ -60,8 +64,7 @@ def from_bridge(foreign: Foreign) -> Imported:
     _checkpoints(foreign, found)
     _log(foreign, found)
     for section, reason in _SECTIONS.items():
-        if foreign.take(section):
-            found.ignored.append(f"{section}: {reason}")
+        found.leave(foreign, section, reason)
     rest = foreign.rest()
     found.dropped = {
         key: value
@@ -82,7 +85,7 @@ def _model(foreign: Foreign, found: Imported) -> None:
     if origin.startswith("tokenizer"):
         found.note("model.pretrained", "the file names no base: this is what it has the tokenizer of")
     found.set("model.revision", foreign.look("model.hf_model_revision"), "model.hf_model_revision")
-    foreign.take("tokenizer")
+    found.leave(foreign, "tokenizer", "the tokenizer is the base's")
     half = any(foreign.look(key) for key in ("model.bf16", "optimizer.bf16")) or "bf16" in str(
         foreign.look("mixed_precision")
     )
@@ -249,8 +252,8 @@ def _train(foreign: Foreign, found: Imported) -> None:
         "check_optimizer_step_success",
     ):
         foreign.take(f"train.{key}")
-    foreign.take("rng")
-    foreign.take("validation")
+    found.leave(foreign, "rng", "one seed is all there is")
+    found.leave(foreign, "validation", "all of data.validation is looked at, each time")
 
 
 def _checkpoints(foreign: Foreign, found: Imported) -> None:
@@ -273,7 +276,7 @@ def _checkpoints(foreign: Foreign, found: Imported) -> None:
         found.note(
             "model.pretrained", f"there the base was read from {base}, in Megatron's form; here from Hugging Face's"
         )
-    foreign.take("checkpoint")
+    found.leave(foreign, "checkpoint", "format, loading and how it is written are ckptrain's own")
 
 
 def _log(foreign: Foreign, found: Imported) -> None:
@@ -293,4 +296,4 @@ def _log(foreign: Foreign, found: Imported) -> None:
             "tracking_uri": foreign.take("logger.mlflow_tracking_uri"),
         }
         found.set("log.mlflow", {name: value for name, value in names.items() if value}, "logger.mlflow_experiment")
-    foreign.take("logger")
+    found.leave(foreign, "logger", "what is measured is in RUN/metrics.jsonl")

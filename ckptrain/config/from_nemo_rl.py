@@ -70,8 +70,7 @@ def from_nemo_rl(foreign: Foreign) -> Imported:
     _checkpoints(foreign, found)
     _log(foreign, found)
     for section, reason in _SECTIONS.items():
-        if foreign.take(section):
-            found.ignored.append(f"{section}: {reason}")
+        found.leave(foreign, section, reason)
     for key in (*_QUIET, other, *(("policy.optimizer", "policy.scheduler") if megatron else ())):
         foreign.take(key)
     found.dropped = foreign.rest()
@@ -327,7 +326,7 @@ def _torch_optimizer(foreign: Foreign, found: Imported) -> None:
         found.note("optimizer.lr", f"{place}.name is {name}; here it is AdamW, which needs another learning rate")
     for key in ("lr", "weight_decay", "betas", "eps"):
         found.set(f"optimizer.{key}", foreign.take(f"{place}.kwargs.{key}"), f"{place}.kwargs.{key}")
-    foreign.take(place)
+    found.leave(foreign, place, "how torch computes it is ckptrain's matter")
     found.set("optimizer.clip_grad", foreign.take("policy.max_grad_norm"), "policy.max_grad_norm")
     found.set("optimizer.schedule", "constant", "policy.scheduler")
     schedulers = foreign.take("policy.scheduler") or []

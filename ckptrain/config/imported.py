@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import yaml
 
+from ckptrain.config.foreign import Foreign
 from ckptrain.config.load import key_types, load_config, unflatten
 from ckptrain.errors import ConfigError
 
@@ -50,6 +51,13 @@ class Imported:
     def note(self, key: str, text: str) -> None:
         """Say what to know about a key."""
         self.changed.setdefault(key, []).append(text)
+
+    def leave(self, foreign: Foreign, section: str, reason: str) -> None:
+        """Take the rest of a section, and say why none of it is here."""
+        prefix = f"{section}."
+        if any(key.startswith(prefix) for key in foreign.rest()):
+            self.ignored.append(f"{section}: {reason}")
+        foreign.take(section)
 
     @property
     def missing(self) -> tuple[str, ...]:

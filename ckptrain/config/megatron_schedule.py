@@ -20,7 +20,7 @@ def megatron_optimizer(foreign: Foreign, found: Imported, place: str, clip_grad:
         found.set("optimizer.betas", betas, f"{place}.adam_beta1, adam_beta2")
     clip = foreign.take(f"{place}.clip_grad", clip_grad)
     found.set("optimizer.clip_grad", clip, f"{place}.clip_grad")
-    foreign.take(place)  # the rest is how it is computed: types, distribution, offloading
+    found.leave(foreign, place, "types, distribution and offloading of its states are ckptrain's matter")
 
 
 def megatron_schedule(foreign: Foreign, found: Imported, place: str, steps: Any) -> None:
@@ -44,4 +44,4 @@ def megatron_schedule(foreign: Foreign, found: Imported, place: str, steps: Any)
     start, end = (foreign.take(f"{place}.{side}_weight_decay") for side in ("start", "end"))
     if start != end:
         found.note("optimizer.weight_decay", f"it went from {start} to {end}; here it stays what it is")
-    foreign.take(place)
+    found.leave(foreign, place, "of the learning rate, what is above; the weight decay stays what it is")

@@ -145,14 +145,19 @@ def test_each_rank_keeps_its_traceback_in_the_run_directory(tmp_path: Path, monk
 
 
 def test_an_error_of_a_run_is_told_with_where_its_journal_is(tmp_path: Path) -> None:
-    """What went before is there; a command that is about no run has none."""
-    (tmp_path / "journal.jsonl").touch()
+    """What went before is there; a command that is about no run, or has not begun it, has none."""
 
     def act() -> Answer:
         keep_logs_in(tmp_path)
+        (tmp_path / "journal.jsonl").write_text("{}")
         raise TrainingDiverged("the loss of step 3 is nan")
 
+    def refused() -> Answer:
+        keep_logs_in(tmp_path)
+        raise StartRefused("no", ["one"])
+
     result = CliRunner().invoke(_group(act), ["go"])
+    assert "log:" not in CliRunner().invoke(_group(refused), ["go"]).stderr
     assert result.stderr == f"error: the loss of step 3 is nan\nlog: {tmp_path / 'journal.jsonl'}\n"
     assert "log:" not in CliRunner().invoke(_group(_raise(TrainingDiverged("nan"))), ["go"]).stderr
 
