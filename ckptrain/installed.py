@@ -31,6 +31,12 @@ TESTED: Mapping[str, str] = {
 LOWEST: Mapping[str, str] = {"torch": "2.6.0", "transformers": "5.8"}
 """What does not work below: megatron-core 0.19 and Megatron-Bridge 0.6 ask for as much."""
 
+EVERYTHING = (
+    "pip install 'ckptrain[megatron]', then pip install --no-deps"
+    f" megatron-bridge=={TESTED['megatron-bridge']} (in a checkout of ckptrain: uv sync)"
+)
+"""What to do where there is no torch and no Megatron yet."""
+
 TORCH = ("torch",)
 MEGATRON = ("torch", "megatron-core", "megatron-bridge")
 
@@ -48,7 +54,7 @@ def require(packages: tuple[str, ...], purpose: str) -> None:
     if problems:
         raise PackageMissing(
             f"{purpose} needs {_listed(packages)}, and this Python cannot offer that",
-            [*problems, "or, in a checkout of ckptrain: uv sync; `ckptrain doctor` shows what is there"],
+            [*problems, f"or all that is tested: {EVERYTHING}; `ckptrain doctor` shows what is there"],
         )
 
 

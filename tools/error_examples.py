@@ -240,6 +240,8 @@ def _rank() -> Iterator[Example]:
 def _others() -> Iterator[Example]:
     yield _command("run")
     yield _command("verfy", "runs/tickets")
+    missing = ModuleNotFoundError("No module named 'einops'", name="einops")
+    yield _told("A run where Megatron-Bridge was installed without what it needs", failure_of(missing))
     yield _told("Ctrl-C while a run starts", failure_of(click.Abort()))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/tickets/metrics.jsonl")
     yield _told("A disk that is full", failure_of(full))

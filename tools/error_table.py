@@ -122,6 +122,11 @@ KINDS: Mapping[str, Kind] = {
         cure="`ckptrain plan` estimates what a run takes; docs/memory.md says which key saves how much.",
         exit_status=errors.EXIT_FAILURE,
     ),
+    "ModuleNotFoundError": Kind(
+        cause="A package is missing that another one needs, mostly one that Megatron-Bridge would bring along.",
+        cure="Install it, or all that ckptrain is tested with, as the message says.",
+        exit_status=errors.EXIT_FAILURE,
+    ),
     "Interrupted": Kind(
         cause="Ctrl-C before the run had begun to train. After that it saves, and ends with 75.",
         cure="Run it again.",

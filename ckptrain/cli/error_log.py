@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 
-from ckptrain.checkpoint.store import JOURNAL
-
 _run_dir: ContextVar[Path | None] = ContextVar("run_dir", default=None)
 _journal_before: ContextVar[int | None] = ContextVar("journal_before", default=None)
 
@@ -22,15 +20,15 @@ _journal_before: ContextVar[int | None] = ContextVar("journal_before", default=N
 def keep_logs_in(run_dir: Path | None) -> None:
     """Say which run the command is about, once that is known and before it begins; None for none."""
     _run_dir.set(run_dir)
-    _journal_before.set(None if run_dir is None else _changed_ns(run_dir / JOURNAL))
+    _journal_before.set(None if run_dir is None else _changed_ns(_journal(run_dir)))
 
 
 def journal_of_run() -> Path | None:
     """Return the journal of the run that the command is about, where the command has written to it."""
     run_dir = _run_dir.get()
-    if run_dir is None or _changed_ns(run_dir / JOURNAL) == _journal_before.get():
+    if run_dir is None or _changed_ns(_journal(run_dir)) == _journal_before.get():
         return None
-    return run_dir / JOURNAL
+    return _journal(run_dir)
 
 
 def write_trace(trace: str, environment: Mapping[str, str]) -> Path | None:
@@ -45,6 +43,12 @@ def write_trace(trace: str, environment: Mapping[str, str]) -> Path | None:
                 file.write(text)
             return directory / name
     return None
+
+
+def _journal(run_dir: Path) -> Path:
+    from ckptrain.checkpoint.store import JOURNAL  # late, as `--help` needs none of it
+
+    return run_dir / JOURNAL
 
 
 def _changed_ns(path: Path) -> int | None:

@@ -82,10 +82,6 @@ def look_at_driver() -> Finding:
         return Finding(name="driver", state="missing", text="no NVIDIA driver; without a GPU none is needed")
     words = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     text = f"NVIDIA {words[0] if words else 'of an unknown version'}"
-    torch: Any = importlib.import_module("torch")
-    if torch.version.cuda is not None:
-        number = torch._C._cuda_getDriverVersion()
-        text += f", for CUDA up to {number // 1000}.{number % 1000 // 10}"
     return Finding(name="driver", state="works", text=text)
 
 
@@ -178,9 +174,11 @@ def look_at_bytecode() -> Finding | None:
 
 def broken(name: str, error: Exception, *, required: bool) -> Finding:
     """Make a finding of what a look has raised."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return Finding(name=name, state="note", text="not known without torch")
     if isinstance(error, PackageMissing):
         return Finding(
-            name=name, state="broken" if required else "missing", text=" ".join(error.problems[:-1]), required=required
+            name=name, state="broken" if required else "missing", text="; ".join(error.problems[:-1]), required=required
         )
     first = (str(error).strip().splitlines() or ["no details"])[0]
     return Finding(name=name, state="broken", text=f"{type(error).__name__}: {first}", required=required)

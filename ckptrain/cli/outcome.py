@@ -132,6 +132,12 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, CkptrainError):
         problems = error.problems if isinstance(error, ProblemsError) else ()
         return Failure(kind=kind, message=message, exit_status=error.exit_status, problems=problems, trace=trace)
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "ckptrain":
+        from ckptrain.installed import EVERYTHING
+
+        package = error.name.partition(".")[0]
+        message = f"the Python package {package} is needed here and not installed: install it, or {EVERYTHING}"
+        return Failure(kind=kind, message=message, exit_status=EXIT_FAILURE, trace=trace)
     if isinstance(error, OSError) and error.errno in _DISK_HINTS:
         where = f" ({error.filename})" if error.filename else ""
         message = f"{error.strerror}{where}; {_DISK_HINTS[error.errno]}"

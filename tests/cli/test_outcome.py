@@ -184,6 +184,15 @@ def test_running_out_of_memory_is_told_with_what_to_make_smaller() -> None:
     assert not failure.is_fault
 
 
+def test_a_package_that_is_missing_is_told_with_what_to_install() -> None:
+    """Of those that Megatron-Bridge brings along, say, where it was installed without them."""
+    failure = failure_of(ModuleNotFoundError("No module named 'einops'", name="einops"))
+    assert failure.message.startswith("the Python package einops is needed here and not installed")
+    assert "pip install 'ckptrain[megatron]'" in failure.message
+    assert not failure.is_fault
+    assert failure_of(ModuleNotFoundError("No module named 'ckptrain.x'", name="ckptrain.x")).is_fault
+
+
 def test_with_json_whatever_else_prints_goes_to_stderr() -> None:
     """A library's greeting on stdout, from Python or from C, must not break the one object."""
     code = (
