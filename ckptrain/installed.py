@@ -38,7 +38,7 @@ EVERYTHING = (
 """What to do where there is no torch and no Megatron yet."""
 
 TORCH = ("torch",)
-MEGATRON = ("torch", "megatron-core", "megatron-bridge")
+MEGATRON = ("torch", "megatron-core", "megatron-bridge", "transformers")
 
 _MODULES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
 _OPTIONS = {"megatron-bridge": "--no-deps "}  # it asks for packages that do not install on an ordinary machine

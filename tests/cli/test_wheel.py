@@ -5,7 +5,6 @@ The environment is a new one whose packages are links to those that the tests ru
 
 from __future__ import annotations
 
-import ensurepip
 import importlib.metadata
 import os
 import shutil
@@ -58,9 +57,9 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             (site / "megatron" / package.name).symlink_to(package)
     before = installed(site)
     # No index and nothing else to take packages from: pip can change nothing here but for what is in the wheel.
-    pip = next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")) / "pip"
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin/python"]
     done = subprocess.run(
-        [environment / "bin/python", pip, "install", "--no-index", "--no-cache-dir", "--no-compile", wheel],
+        [*pip, "install", "--no-index", "--no-cache-dir", "--no-compile", wheel],
         capture_output=True,
         text=True,
         check=False,
