@@ -6,17 +6,20 @@ environment. What an error of a library says is cleaned of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import os
 import platform
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 from rich.console import Console
 from rich.text import Text
 
@@ -62,6 +65,30 @@ _SLOW_COMMIT_S = 0.5
 def doctor_answer(run_dir: Path | None, *, self_test: bool) -> Answer:
     """Look at everything that a run needs; exit status 1 where one would not work."""
     quiet_libraries()
+    with _waiting():
+        report = _examine(run_dir, self_test=self_test)
+    return Answer(
+        report=report,
+        show=functools.partial(_show, report),
+        exit_status=EXIT_DONE if report["works"] else EXIT_FAILURE,
+    )
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    """Say on a terminal what takes so long, on a line that is gone afterwards: the report is to fit on a screen."""
+    shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shown:
+        click.echo("looking, and training a tiny model: some 15 seconds ...", nl=False, err=True)
+    try:
+        yield
+    finally:
+        if shown:
+            click.echo("\r\033[K", nl=False, err=True)
+
+
+def _examine(run_dir: Path | None, *, self_test: bool) -> dict[str, Any]:
+    """Return the report, in JSON's types."""
     findings = [_look(name, look, required=required) for name, (look, required) in _LOOKS.items()]
     disk: list[Disk] = []
     findings.append(_look("disk", functools.partial(_look_at_disk, run_dir, disk), required=True))
@@ -74,7 +101,7 @@ def doctor_answer(run_dir: Path | None, *, self_test: bool) -> Answer:
     else:
         findings.append(_look("self-test", functools.partial(_try_a_run, tested), required=True))
     works = not any(finding.state == "broken" and finding.required for finding in findings)
-    report = {
+    return {
         "works": works,
         "versions": {
             "ckptrain": ckptrain.__version__,
@@ -87,11 +114,6 @@ def doctor_answer(run_dir: Path | None, *, self_test: bool) -> Answer:
         "disk": attrs.asdict(disk[0]) if disk else None,
         "self_test": attrs.asdict(tested[0]) if tested else None,
     }
-    return Answer(
-        report=report,
-        show=functools.partial(_show, report),
-        exit_status=EXIT_DONE if works else EXIT_FAILURE,
-    )
 
 
 def _look(name: str, look: Callable[[], Finding], *, required: bool) -> Finding:
@@ -142,7 +164,8 @@ def _private(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield value, f"(value of {name})"
     homes = {environment.get("HOME", ""), str(Path("~").expanduser())} - {"", "/", "~"}
     yield from ((home, "~") for home in sorted(homes, key=len, reverse=True))
-    yield str(Path.cwd()), "."
+    if (here := str(Path.cwd())) != "/":
+        yield here, "."
     yield socket.gethostname(), "(host)"
     try:
         user = getpass.getuser()
