@@ -8,6 +8,7 @@ was away for an hour gets that hour afterwards, from the disk and not from memor
 from __future__ import annotations
 
 import abc
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,8 +68,9 @@ class Following(Observer, abc.ABC):
         self._ending.set()
         self._more.set()
         self._thread.join(_END_S)
-        if self._thread.is_alive() and self._failure is None:
-            raise CkptrainError(
+        if self._thread.is_alive():
+            self.abandon()
+            self._failure = self._failure or CkptrainError(
                 f"it has not taken everything within {_END_S:.0f} s; a start that goes on with the run sends the rest"
             )
         self._pass_on()
@@ -84,6 +86,9 @@ class Following(Observer, abc.ABC):
     @abc.abstractmethod
     def disconnect(self, *, finished: bool) -> None:
         """Say that this process sends no more; `finished` is whether the run has come to its last step."""
+
+    def abandon(self) -> None:
+        """Let go of a service that hangs, so that it does not keep this process from its end."""
 
     def _wake(self) -> None:
         if not self._thread.ident:
@@ -104,7 +109,7 @@ class Following(Observer, abc.ABC):
         if not self._until_it_works(self._connect):
             return
         for row in self._rows():
-            if not self._until_it_works(lambda row=row: self.send(row)):
+            if not self._until_it_works(functools.partial(self.send, row)):
                 return
             self._sent_step = row.step
         self._until_it_works(lambda: self.disconnect(finished=self._sent_step >= self._last_step))

@@ -6,6 +6,7 @@ those that were lost with the process before they were on disk. A start that beg
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -39,7 +40,9 @@ class WeightsAndBiases(Following):
     run is over: a start that does not find them sends everything again.
     """
 
-    def __init__(self, arguments: dict[str, Any], *, run_id: str, run_dir: Path, config: RunConfig, **options: Any):
+    def __init__(
+        self, arguments: dict[str, Any], *, run_id: str, run_dir: Path, config: RunConfig, **options: Any
+    ) -> None:
         super().__init__(run_dir / _METRICS, last_step=config.train.steps, **options)
         self._id = str(arguments.get("id", run_id))
         self._directory = Path(arguments.get("dir") or os.environ.get("WANDB_DIR") or run_dir)
@@ -76,6 +79,15 @@ class WeightsAndBiases(Following):
     def disconnect(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
 
+    def abandon(self) -> None:
+        import wandb
+
+        # Python's exit would wait for wandb's process, which waits for the server; there is no other way to it.
+        with contextlib.suppress(AttributeError):
+            connection = wandb.setup()._connection
+            connection._cleanup()
+            connection._proc._process.kill()
+
 
 class MLflow(Following):
     """A run of MLflow, tagged with the run's id and found again by it; in RUN/mlruns where no server is given.
@@ -83,7 +95,9 @@ class MLflow(Following):
     Its parameters are those of the first start, because MLflow does not let them change.
     """
 
-    def __init__(self, arguments: dict[str, Any], *, run_id: str, run_dir: Path, config: RunConfig, **options: Any):
+    def __init__(
+        self, arguments: dict[str, Any], *, run_id: str, run_dir: Path, config: RunConfig, **options: Any
+    ) -> None:
         super().__init__(run_dir / _METRICS, last_step=config.train.steps, **options)
         self._uri = arguments.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or str(run_dir / "mlruns")
         self._experiment = arguments.get("experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME", _DEFAULT_PROJECT))

@@ -156,7 +156,9 @@ class _Run:
             return self._result("already_done", plan.step, checkpoint=plan.checkpoint)
         done = plan.step if isinstance(plan, Resume) else 0
         if rank() == 0:
-            self.told.add_recorders(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done, tell=self.told.on_progress))
+            self.told.add_recorders(
+                recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done, tell=self.told.on_progress)
+            )
         self.clock.mark("recorders")
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
             self.clock.mark("process groups")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import time
@@ -22,12 +21,11 @@ class TensorBoard(Observer):
     """
 
     def __init__(self, directory: Path, *, last_step: int, every_steps: int) -> None:
-        """Begin a file for a run that has done `last_step` steps; -1 is one that has not even validated."""
+        """Take where a run stands that has done `last_step` steps; -1 is one that has not even validated."""
         self._directory, self._every_steps = directory, every_steps
         self._last_step = last_step
         self._writer: Any = None
-        self._num_files = 0
-        self._open()
+        self._has_purged = False
 
     def on_step(self, record: StepRecord) -> None:
         if record.step % self._every_steps == 0:
@@ -48,14 +46,14 @@ class TensorBoard(Observer):
 
         self._directory.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a directory in the order of their names.
-        began, number = int(time.time()), self._num_files
-        name = f"events.out.tfevents.{began:010d}.{socket.gethostname()}.{os.getpid()}.{number}"
-        self._writer = RecordWriter(io.BufferedWriter((self._directory / name).open("xb", buffering=0)))
-        self._num_files += 1
+        now_ns = time.time_ns()
+        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now_ns}"
+        self._writer = RecordWriter((self._directory / name).open("xb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if number == 0:  # readers drop what they have from this step on
-            forget = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=self._last_step + 1, session_log=forget))
+        if not self._has_purged:  # readers drop what they have from this step on
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
+            self._has_purged = True
 
     def _put(self, values: dict[str, float], step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
