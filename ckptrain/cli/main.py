@@ -15,6 +15,7 @@ from ckptrain.cli.options import (
     overrides,
     overwrite_option,
     processes_option,
+    quiet_option,
     run_dir_option,
     verify_option,
 )
@@ -38,27 +39,37 @@ def cli() -> None:
 @overrides
 @run_dir_option
 @processes_option
+@quiet_option
 @json_option(exposed=True)
-def run(config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool) -> Answer:
+def run(
+    config: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    num_processes: int,
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> Answer:
     """Start a run, or go on with the one in the run directory.
 
     CONFIG is a YAML or JSON file; key=value changes single keys, such as train.steps=200.
     """
     from ckptrain.cli.train import run_config
 
-    return run_config(config, overrides, run_dir, num_processes, as_json=as_json)
+    return run_config(config, overrides, run_dir, num_processes, as_json=as_json, quiet=quiet)
 
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @overrides
 @processes_option
+@quiet_option
 @json_option(exposed=True)
-def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
+def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, quiet: bool, as_json: bool) -> Answer:
     """Go on with a run as it was last asked to be."""
     from ckptrain.cli.train import resume_run
 
-    return resume_run(run_dir, overrides, num_processes, as_json=as_json)
+    return resume_run(run_dir, overrides, num_processes, as_json=as_json, quiet=quiet)
 
 
 @cli.command()

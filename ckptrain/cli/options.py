@@ -17,6 +17,11 @@ def json_option(*, exposed: bool = False) -> Decorator:
     return click.option("--json", "as_json", is_flag=True, expose_value=exposed, help=text)
 
 
+def quiet_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --quiet."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print only warnings, errors and the end.")(command)
+
+
 def processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Accept --nproc-per-node."""
     return click.option(

@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
@@ -83,6 +84,6 @@ def _show(
 ) -> None:
     """Print a warning as one line on stderr, with where it comes from."""
     text = " ".join(str(message).split())
-    where = os.sep.join(filename.split(os.sep)[-3:])
+    where = "/".join(Path(filename).parts[-3:])
     click.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
     click.echo(f"{text} ({category.__name__}, {where}:{lineno})", err=True)

@@ -149,7 +149,7 @@ class _Run:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.told.on_plan(plan.to_dict(), {"run_dir": str(self.run_dir), "steps": self.config.train.steps})
+        self.told.on_plan(plan.to_dict(), self._facts())
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         if isinstance(plan, AlreadyDone):
             self.lifecycle.advance(Phase.FINISHED, step=plan.step)
@@ -182,6 +182,17 @@ class _Run:
                     with contextlib.suppress(Exception):
                         self._tell_outcome(saver.wait())
                     raise
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a person wants to know of a start besides its plan."""
+        lora = self.config.lora
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": self.config.train.steps,
+            "base": self.survey.base.name,
+            "adapters": f"{lora.kind} of rank {lora.dim}, alpha {lora.alpha:g}",
+            "processes": self.survey.layout.world_size,
+        }
 
     def _tell_data(self, data: DataSetup) -> None:
         self.journal.record("data", train=attrs.asdict(data.train.summary))
