@@ -11,11 +11,13 @@ import ckptrain
 from ckptrain.cli.group import Commands
 from ckptrain.cli.options import (
     base_option,
+    complete_section,
     json_option,
     overrides,
     overwrite_option,
     processes_option,
     quiet_option,
+    run_argument,
     run_dir_option,
     verify_option,
 )
@@ -60,7 +62,7 @@ def run(
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @overrides
 @processes_option
 @quiet_option
@@ -105,7 +107,7 @@ def data(source: Path, overrides: tuple[str, ...], show: int) -> Answer:
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @json_option()
 def status(run_dir: Path) -> Answer:
     """Tell how far a run is and what comes next.
@@ -163,7 +165,7 @@ def verify(path: Path) -> Answer:
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="So many of the newest.")
 @click.option(
     "--keep-every", type=click.IntRange(min=0), metavar="N", help="Those of every Nth step as well; 0 for none."
@@ -296,7 +298,7 @@ def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer
 
 
 @cli.command()
-@click.argument("section", required=False)
+@click.argument("section", required=False, shell_complete=complete_section)
 @json_option()
 def explain(section: str | None) -> Answer:
     """List what a config may say.
@@ -318,6 +320,20 @@ def doctor() -> Answer:
     from ckptrain.cli.doctor import doctor_answer
 
     return doctor_answer()
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@json_option()
+def completion(shell: str) -> Answer:
+    """Print what teaches a shell to complete commands, keys and values.
+
+    For good, in ~/.bashrc or ~/.zshrc: eval "$(ckptrain completion bash)", or zsh. For fish: ckptrain completion fish >
+    ~/.config/fish/completions/ckptrain.fish
+    """
+    from ckptrain.cli.completion import completion_answer
+
+    return completion_answer(shell, cli)
 
 
 def main() -> NoReturn:

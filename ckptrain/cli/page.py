@@ -80,10 +80,10 @@ def start_rows(start: Mapping[str, Any]) -> list[Row]:
     """
     text = Text.assemble((str(start["plan"]), "bold cyan"), f": {start['reason']}")
     rows: list[Row] = [("start", text), ("takes", _takes(start))]
-    rows += [("note" if not number else "", note) for number, note in enumerate(start["notes"])]
-    if start["plan"] == "Resume" and not start["notes"]:
-        rows.append(("differs", "nothing that the numbers depend on"))
-    return rows
+    notes, label = start["notes"], "note"
+    if start["plan"] == "Resume":
+        notes, label = notes or ["nothing that the numbers depend on"], "differs"
+    return rows + [(label if not number else "", note) for number, note in enumerate(notes)]
 
 
 def _takes(start: Mapping[str, Any]) -> str:
