@@ -103,7 +103,7 @@ class LiveView:
         self.from_checkpoint: str | None = None
         self._saved: tuple[str, float] | None = None
         self._tokenised: tuple[int, int | None] | None = None
-        self._live = _Redrawn(self._panel, console)
+        self._live = _Redrawn(self.panel, console)
 
     def start(self) -> None:
         """Begin to draw."""
@@ -141,7 +141,8 @@ class LiveView:
         if self.saving == step:
             self.saving = None
 
-    def _panel(self) -> RenderableType:
+    def panel(self) -> RenderableType:
+        """Return the panel as it is to be drawn now."""
         width = min(MOST_WIDTH, self._console.width - _ECHO_COLUMNS)
         has_chart = self.record is not None and width >= _WIDE and self._console.height >= _TALL
         inside = width - 4

@@ -126,4 +126,4 @@ def tell(console: Console, *rows: Row) -> None:
         return
     for label, text in rows:
         one_line = Text(" ").join((text if isinstance(text, Text) else Text(text)).split("\n"))
-        console.print(Text(f"{label:<{LABEL_COLUMNS}}  ", style="bold") + one_line, soft_wrap=True)
+        console.print(Text.assemble((f"{label:<{LABEL_COLUMNS}}  ", "bold"), one_line), soft_wrap=True)
