@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.segment import ControlType
-from rich.table import Table
 from rich.text import Text
 
+from ckptrain.cli.chart import Curve, chart_lines
 from ckptrain.cli.forecast import Forecast, Left, Rhythm
-from ckptrain.cli.page import LABEL_COLUMNS, Row, facts
+from ckptrain.cli.page import LABEL_COLUMNS, Row
 from ckptrain.cli.wording import bytes_text, count_text, duration_text
 from ckptrain.training.observers import StepRecord
 
@@ -28,60 +28,13 @@ _A_SECOND = 2
 """How often the panel is drawn; a drawing takes two milliseconds or so."""
 _WIDE, _TALL = 120, 30
 """From so many columns and rows on there is room for a chart beside the numbers."""
-_CHART_ROWS = 10
+_CHART_ROWS, _NUMBER_COLUMNS = 9, 8
 _BAR_COLUMNS = 60
 _WIDEST_COLUMN = 3
 _ECHO_COLUMNS = 4
 """Room beside the panel for the ^C that a terminal shows: where it began a line, the panel would not be found again."""
-_MOST_POINTS = 2048
 MOST_WIDTH = 160
 """Columns of a panel; longer lines are hard to read."""
-_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
-
-
-class Curve:
-    """A long row of numbers in bounded memory: when there are too many, each two become their mean."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self._each = 1
-        self._waiting: list[float] = []
-
-    def add(self, value: float) -> None:
-        """Take the next number; those that are not finite cannot be drawn."""
-        if not math.isfinite(value):
-            return
-        self._waiting.append(value)
-        if len(self._waiting) < self._each:
-            return
-        self.values.append(sum(self._waiting) / len(self._waiting))
-        self._waiting = []
-        if len(self.values) >= _MOST_POINTS:
-            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
-            self._each *= 2
-
-    def columns(self, width: int) -> list[float]:
-        """Return at most so many numbers, each the mean of as many of the curve as fall into its column."""
-        values = self.values
-        if len(values) <= width:
-            return list(values)
-        edges = [round(number * len(values) / width) for number in range(width + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-
-
-def chart_lines(values: Sequence[float], rows: int, *, is_ascii: bool) -> list[str]:
-    """Draw numbers as columns of so many rows, from the least to the largest; a single row is a sparkline."""
-    if not values:
-        return [""] * rows
-    signs = _ASCII if is_ascii else _BLOCKS
-    low, high = min(values), max(values)
-    steps = rows * (len(signs) - 1)
-    # The least is one eighth high: a column that is empty looks like a missing one.
-    heights = [1 + round((value - low) / (high - low) * (steps - 1)) if high > low else steps // 2 for value in values]
-    full = len(signs) - 1
-    return [
-        "".join(signs[min(full, max(0, height - row * full))] for height in heights) for row in reversed(range(rows))
-    ]
 
 
 class LiveView:
@@ -147,13 +100,13 @@ class LiveView:
         has_chart = self.record is not None and width >= _WIDE and self._console.height >= _TALL
         inside = width - 4
         left = inside // 2 if has_chart else inside
-        body: RenderableType = facts(self._rows(left, has_chart=has_chart), style="dim", label_columns=LABEL_COLUMNS)
+        lines = [_line(row, left) for row in self._rows(left, has_chart=has_chart)]
         if has_chart:
-            body = self._beside_chart(body, left, inside - left - 2)
+            lines = _beside(lines, self._chart(inside - left - 2), left)
         sign = self._signs[int(time.monotonic() * _A_SECOND) % len(self._signs)]
         title = Text(f"{sign} {self._phase()}", style="bold")
         return Panel(
-            body,
+            Text("\n", no_wrap=True).join(lines),
             title=title,
             title_align="left",
             subtitle=Text(", ".join(filter(None, (self.name, self._elapsed()))), style="dim"),
@@ -218,25 +171,39 @@ class LiveView:
         left = self._forecast.until(step)
         return f"after step {step:,}" + (f", in {_left_text(left, False)}" if left is not None else "")
 
-    def _beside_chart(self, body: RenderableType, left: int, width: int) -> Table:
-        columns = self.losses.columns(width - 8)
-        wide = min(_WIDEST_COLUMN, (width - 8) // max(1, len(columns)))
+    def _chart(self, width: int) -> list[Text]:
+        """Draw the losses with the largest and the least at their side."""
+        room = width - _NUMBER_COLUMNS - 1
+        columns = self.losses.columns(room)
+        wide = min(_WIDEST_COLUMN, room // max(1, len(columns)))
         columns = [value for value in columns for _ in range(wide)]
-        lines = chart_lines(columns, _CHART_ROWS - 1, is_ascii=self._console.options.ascii_only)
+        drawn = chart_lines(columns, _CHART_ROWS, is_ascii=self._console.options.ascii_only)
         high, low = (f"{max(columns):.4f}", f"{min(columns):.4f}") if columns else ("", "")
-        names = [high, *[""] * (len(lines) - 2), low]
-        chart = Table.grid(padding=(0, 1, 0, 0))
-        chart.add_column(style="dim", justify="right", width=7)
-        chart.add_column(style="cyan", no_wrap=True)
-        for name, line in zip(names, lines, strict=True):
-            chart.add_row(name, line)
-        first = self.first_step if self.first_step is not None else 0
+        names = [high, *[""] * (len(drawn) - 2), low]
+        lines = [
+            Text.assemble((f"{name:>{_NUMBER_COLUMNS}} ", "dim"), (line, "cyan"))
+            for name, line in zip(names, drawn, strict=True)
+        ]
         last = self.record.step if self.record is not None else 0
-        both = Table.grid(padding=(0, 2, 0, 0))
-        both.add_column(width=left)
-        both.add_column()
-        both.add_row(body, Group(chart, Text(f"        loss, steps {first:,} to {last:,}", style="dim")))
-        return both
+        return [*lines, Text(f"{'':{_NUMBER_COLUMNS}} loss, steps {self.first_step:,} to {last:,}", style="dim")]
+
+
+def _line(row: Row, width: int) -> Text:
+    """Write a row on one line; what is too long for it ends in an ellipsis."""
+    label, text = row
+    line = Text.assemble((f"{label:<{LABEL_COLUMNS}}  ", "dim"), text)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _beside(lines: Sequence[Text], others: Sequence[Text], width: int) -> list[Text]:
+    """Put lines beside others; the first have so many columns."""
+    both = []
+    for line, other in itertools.zip_longest(lines, others, fillvalue=Text()):
+        left = line.copy()
+        left.truncate(width, pad=True)
+        both.append(Text.assemble(left, "  ", other))
+    return both
 
 
 class _Redrawn(Live):

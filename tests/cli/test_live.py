@@ -14,8 +14,8 @@ import pyte
 import pytest
 from rich.console import Console, ConsoleDimensions
 
+from ckptrain.cli.chart import Curve, chart_lines
 from ckptrain.cli.forecast import Rhythm
-from ckptrain.cli.live import Curve, chart_lines
 from ckptrain.cli.progress import Progress
 from ckptrain.training.observers import StepRecord
 
