@@ -42,6 +42,7 @@ class Progress(Observer):
         if self._live is not None:
             self._live.name = name
         self._told_at = time.monotonic()
+        self._resumes = False
         self._first_val_loss: float | None = None
         self._first_sample: SampleAnswer | None = None
 
@@ -62,7 +63,8 @@ class Progress(Observer):
             self._console.print(_plan_panel(rows, Path(facts["run_dir"]).name, self._console.width))
         else:
             self._tell(*rows)
-        if self._live is not None and plan["plan"] == "Resume":
+        self._resumes = plan["plan"] == "Resume"
+        if self._live is not None and self._resumes:
             self._live.from_checkpoint = Path(plan["checkpoint"]).name
         self._now("preparing")
 
@@ -75,6 +77,8 @@ class Progress(Observer):
             self._tell((label, rest))
         else:
             self._tell(("", text))
+        if label == "base":
+            self._now("validating" if self._rhythm.validates and not self._resumes else "preparing")
 
     def on_tokenising(self, name: str, done: int, total: int | None) -> None:
         """Move the panel's count, or print a line now and then."""
@@ -108,7 +112,7 @@ class Progress(Observer):
         self._validated(step)
         if self._live is not None:
             self._live.validation = text
-            self._now("training" if 0 < step < self._rhythm.steps else "answering")
+            self._now("training" if 0 < step < self._rhythm.steps else "finishing" if step else "preparing")
 
     def on_sample(self, sample: SampleAnswer) -> None:
         """Show the first answer with its question, and a later one beside it."""

@@ -38,8 +38,10 @@ _LOG_MESSAGES: Mapping[str, tuple[str, ...]] = {
     "transformers.configuration_utils": ("`torch_dtype` is deprecated",),
     "transformers.modeling_utils": ("`torch_dtype` is deprecated",),
     "transformers.tokenization_utils_tokenizers": ("Ignoring clean_up_tokenization_spaces",),
+    "urllib3.connectionpool": ("Retrying (",),
 }
-"""By logger: how messages begin that are about how Megatron-Bridge and tokenizer files call a library."""
+"""By logger: how messages begin that are about how Megatron-Bridge and tokenizer files call a library, or that we tell
+ourselves once, as that a server of a logger does not answer."""
 
 
 def quiet_libraries() -> None:
