@@ -147,8 +147,8 @@ class LiveView:
         steps = self._rhythm.steps
         numbers, share = f"{record.step:,}/{steps:,} ", f" {record.step / steps:.0%}"
         width = max(4, min(_BAR_COLUMNS, room - len(numbers) - len(share)))
-        done, sign = width * record.step // steps, "=" if self._console.options.ascii_only else "━"
-        return Text.assemble((numbers, "bold"), (done * sign, "green"), ((width - done) * sign, "bright_black"), share)
+        done, (sign, rest) = width * record.step // steps, "=-" if self._console.options.ascii_only else "━┈"
+        return Text.assemble((numbers, "bold"), (done * sign, "green"), ((width - done) * rest, "bright_black"), share)
 
     def _loss_text(self, record: StepRecord, room: int) -> Text:
         text = Text(f"{record.loss:.4f}", style="bold")

@@ -25,6 +25,8 @@ _MEASURED = frozenset(field.name for field in attrs.fields(StepRecord)) - {"step
 _VALIDATION = "val_loss"
 _END_S = 20.0
 """How long the end of a run waits for a service."""
+_QUIET_END_S = 2.0
+"""How long it does so before that is told."""
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 """Between tries, doubled each time."""
 _POLL_S = 1.0
@@ -67,7 +69,10 @@ class Following(Observer, abc.ABC):
             return
         self._ending.set()
         self._more.set()
-        self._thread.join(_END_S)
+        self._thread.join(_QUIET_END_S)
+        if self._thread.is_alive():
+            self._tell(f"waiting until {type(self).__name__} has taken the rest, for at most {_END_S:.0f} s")
+            self._thread.join(_END_S)
         if self._thread.is_alive():
             self.abandon()
             self._failure = self._failure or CkptrainError(

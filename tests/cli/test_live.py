@@ -210,7 +210,7 @@ def test_without_colours_it_is_drawn_all_the_same(
         assert told._live is not None
         told._live._live.refresh()
         text = screen.file.getvalue()
-    assert "12/40" in text
+    assert re.search(r"12/40 (\x1b\[[0-9;]*m)*━+(\x1b\[[0-9;]*m)*┈+", text)
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38;|9[0-7])[0-9;]*m", text)
 
 

@@ -327,7 +327,8 @@ def test_a_service_that_hangs_holds_nothing_up(
     tmp_path: Path, tell_three_steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the steps nor, for longer than is said, the end."""
-    monkeypatch.setattr(following, "_END_S", 0.3)
+    monkeypatch.setattr(following, "_END_S", 0.2)
+    monkeypatch.setattr(following, "_QUIET_END_S", 0.1)
     service = Service(tmp_path, Counter(), hangs_s=5.0)
     began = time.monotonic()
     [warning] = tell_three_steps(service)
@@ -351,7 +352,8 @@ def test_a_server_that_never_answers_costs_a_run_nothing(
     name: str, tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str
 ) -> None:
     """It takes connections and says nothing; the run ends as it does without it, and warns once."""
-    monkeypatch.setattr(following, "_END_S", 0.5)
+    monkeypatch.setattr(following, "_END_S", 0.4)
+    monkeypatch.setattr(following, "_QUIET_END_S", 0.1)
     monkeypatch.setenv("WANDB_BASE_URL", silent_server)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     given = "{}" if name == "wandb" else f"{{tracking_uri: '{silent_server}'}}"
