@@ -1,23 +1,25 @@
-"""uv run python tools/record_run.py [--run-dir DIR] [--out docs/run.svg]
+"""uv run python tools/record_run.py [--run-dir DIR] [--out docs/run.svg] [--live docs/pictures/live.svg]
 
-Run the quickstart, for real and from the start, and draw what it printed as an SVG: the picture in the README.
+Run the quickstart, for real and from the start, and draw what it printed as an SVG: the pictures in the README.
 
-The run talks to the same observer as on the command line, on a console that records; a step has a line of its own, as
-in a file, because a bar would leave no trace. Paths are shown from the working directory on, so that the picture tells
-nothing of the machine.
+The run talks to the same observer as on the command line, on a console that records. In the first picture a step has a
+line of its own, as in a file, because a panel that is drawn over and over would leave no trace. The second is a
+terminal shortly before the end, with that panel. Paths are shown from the working directory on, so that the pictures
+tell nothing of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.color import parse_rgb_hex
@@ -25,15 +27,20 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from ckptrain import api
-from ckptrain.cli.progress import Progress, show_end
+from ckptrain.cli.ending import show_end
+from ckptrain.cli.forecast import Rhythm
+from ckptrain.cli.progress import Progress
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.train import result_report
 from ckptrain.config.load import load_config
+from ckptrain.training.observers import StepRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("examples/quickstart.yaml")
 SHOWN_RUN_DIR = "runs/quickstart"
-WIDTH = 110
+WIDTH, LIVE_WIDTH, LIVE_HEIGHT = 110, 124, 40
+LIVE_STEP = 13
+"""When the second picture is taken: a save has been made, and some losses can be drawn."""
 MOST_BYTES = 200_000
 
 # Rich's own picture loads its font from a server; the fonts of the machine that shows the picture do as well.
@@ -49,9 +56,13 @@ THEME = TerminalTheme((24, 27, 33), (212, 216, 222), [parse_rgb_hex(colour) for 
 class Recorded(Progress):
     """The command line's progress, with the run directory under the name that it has in the README."""
 
-    def __init__(self, console: Console, run_dir: Path, **options: Any) -> None:
-        super().__init__(console, bar=False, **options)
+    def __init__(self, console: Console, run_dir: Path, rhythm: Rhythm, *, live: bool) -> None:
+        super().__init__(console, rhythm, live=live, name=Path(SHOWN_RUN_DIR).name)
         self._run_dir = str(run_dir)
+
+    def __enter__(self) -> Self:
+        """Draw nothing by itself: what moves cannot be recorded."""
+        return self
 
     def on_plan(self, plan: dict[str, Any], facts: dict[str, Any]) -> None:
         """Show the plan as a user sees it who starts in the checkout."""
@@ -59,21 +70,48 @@ class Recorded(Progress):
         super().on_plan(shown, {**facts, "run_dir": SHOWN_RUN_DIR})
 
 
-def record(run_dir: Path) -> str:
-    """Make the run in `run_dir`, which must hold none, and return its picture."""
-    quiet_libraries()
-    console = Console(
-        record=True, force_terminal=True, color_system="truecolor", no_color=False, width=WIDTH, highlight=False
-    )
-    config = load_config(CONFIG)
+class Screen(Recorded):
+    """What a terminal shows after `LIVE_STEP`, as a picture."""
+
+    picture = ""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Take the picture when it is time."""
+        super().on_step(record)
+        if record.step == LIVE_STEP:
+            assert self._live is not None
+            self._console.print(self._live.panel())
+            self.picture = drawn(self._console, "live")
+
+
+def recording(width: int, height: int | None = None) -> Console:
+    """Return a console that records what it prints, and begins with the command."""
+    size = {"width": width, "height": height}
+    colours = {"force_terminal": True, "color_system": "truecolor", "no_color": False}
+    console = Console(file=io.StringIO(), record=True, highlight=False, **size, **colours)
     console.print(f"[bold green]$[/] uv run ckptrain run {CONFIG}")
-    with Recorded(console, run_dir, steps=config.train.steps, every_steps=config.log.every_steps) as told:
-        result = api.run(config, run_dir=run_dir, observers=[told])
+    return console
+
+
+def drawn(console: Console, unique_id: str) -> str:
+    """Return what a console has recorded as an SVG."""
+    return console.export_svg(title="ckptrain", theme=THEME, code_format=SVG, unique_id=unique_id)
+
+
+def record(run_dir: Path) -> tuple[str, str]:
+    """Make the run in `run_dir`, which must hold none, and return its pictures."""
+    quiet_libraries()
+    console = recording(WIDTH)
+    config = load_config(CONFIG)
+    rhythm = Rhythm.of(config)
+    told = Recorded(console, run_dir, rhythm, live=False)
+    screen = Screen(recording(LIVE_WIDTH, LIVE_HEIGHT), run_dir, rhythm, live=True)
+    result = api.run(config, run_dir=run_dir, observers=[told, screen])
     report = result_report(result, config.train.steps)
     report["run_dir"] = SHOWN_RUN_DIR
     report["checkpoint"] = str(report["checkpoint"]).replace(str(run_dir), SHOWN_RUN_DIR)
     show_end(report, 1, console)
-    return console.export_svg(title="ckptrain", theme=THEME, code_format=SVG, unique_id="run")
+    return drawn(console, "run"), screen.picture
 
 
 @contextlib.contextmanager
@@ -87,25 +125,27 @@ def empty_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Record, check that the picture is small and tells no paths, and write it."""
+    """Record, check that the pictures are small and tell no paths, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, help="where the run lives; a temporary directory if left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/run.svg", help="the picture")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/run.svg", help="the picture of the lines")
+    parser.add_argument("--live", type=Path, default=ROOT / "docs/pictures/live.svg", help="the picture of the panel")
     asked = parser.parse_args()
-    out = asked.out.resolve()
+    paths = [asked.out.resolve(), asked.live.resolve()]
     with empty_directory(asked.run_dir) as run_dir:
         if run_dir.exists() and any(run_dir.iterdir()):
-            sys.exit(f"{run_dir} is not empty; the picture is of a first start, so give an empty --run-dir")
+            sys.exit(f"{run_dir} is not empty; the pictures are of a first start, so give an empty --run-dir")
         os.chdir(ROOT)
-        picture = record(run_dir)
-        told = [path for path in {str(run_dir), str(ROOT), str(Path.home())} - {"/"} if path in picture]
-    if told:
-        sys.exit(f"the picture would show {', '.join(told)}; nothing was written")
-    if len(picture.encode()) > MOST_BYTES:
-        sys.exit(f"the picture has {len(picture.encode())} bytes, more than {MOST_BYTES}; nothing was written")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(picture, encoding="utf-8")
-    print(f"{out}: {len(picture.encode())} bytes")
+        pictures = record(run_dir)
+        private = {str(run_dir), str(ROOT), str(Path.home())} - {"/"}
+    for path, picture in zip(paths, pictures, strict=True):
+        if told := [name for name in private if name in picture]:
+            sys.exit(f"{path.name} would show {', '.join(told)}; it was not written")
+        if len(picture.encode()) > MOST_BYTES:
+            sys.exit(f"{path.name} has {len(picture.encode())} bytes, more than {MOST_BYTES}; it was not written")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(picture, encoding="utf-8")
+        print(f"{path}: {len(picture.encode())} bytes")
 
 
 if __name__ == "__main__":

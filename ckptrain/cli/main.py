@@ -11,10 +11,13 @@ import ckptrain
 from ckptrain.cli.group import Commands
 from ckptrain.cli.options import (
     base_option,
+    complete_section,
     json_option,
     overrides,
     overwrite_option,
     processes_option,
+    quiet_option,
+    run_argument,
     run_dir_option,
     verify_option,
 )
@@ -39,27 +42,37 @@ def cli() -> None:
 @overrides
 @run_dir_option
 @processes_option
+@quiet_option
 @json_option(exposed=True)
-def run(config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool) -> Answer:
+def run(
+    config: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    num_processes: int,
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> Answer:
     """Start a run, or go on with the one in the run directory.
 
     CONFIG is a YAML or JSON file; key=value changes single keys, such as train.steps=200.
     """
     from ckptrain.cli.train import run_config
 
-    return run_config(config, overrides, run_dir, num_processes, as_json=as_json)
+    return run_config(config, overrides, run_dir, num_processes, as_json=as_json, quiet=quiet)
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @overrides
 @processes_option
+@quiet_option
 @json_option(exposed=True)
-def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
+def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, quiet: bool, as_json: bool) -> Answer:
     """Go on with a run as it was last asked to be."""
     from ckptrain.cli.train import resume_run
 
-    return resume_run(run_dir, overrides, num_processes, as_json=as_json)
+    return resume_run(run_dir, overrides, num_processes, as_json=as_json, quiet=quiet)
 
 
 @cli.command()
@@ -95,7 +108,7 @@ def data(source: Path, overrides: tuple[str, ...], show: int) -> Answer:
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @json_option()
 def status(run_dir: Path) -> Answer:
     """Tell how far a run is and what comes next.
@@ -153,7 +166,7 @@ def verify(path: Path) -> Answer:
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="So many of the newest.")
 @click.option(
     "--keep-every", type=click.IntRange(min=0), metavar="N", help="Those of every Nth step as well; 0 for none."
@@ -303,7 +316,7 @@ def import_config(file: Path, out: Path | None, *, overwrite: bool) -> Answer:
 
 
 @cli.command()
-@click.argument("section", required=False)
+@click.argument("section", required=False, shell_complete=complete_section)
 @json_option()
 def explain(section: str | None) -> Answer:
     """List what a config may say.
@@ -330,6 +343,20 @@ def doctor(run_dir: Path | None, *, self_test: bool) -> Answer:
     from ckptrain.cli.doctor import doctor_answer
 
     return doctor_answer(run_dir, self_test=self_test)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@json_option()
+def completion(shell: str) -> Answer:
+    """Print what teaches a shell to complete commands, keys and values.
+
+    For good, in ~/.bashrc or ~/.zshrc: eval "$(ckptrain completion bash)", or zsh. For fish: ckptrain completion fish >
+    ~/.config/fish/completions/ckptrain.fish
+    """
+    from ckptrain.cli.completion import completion_answer
+
+    return completion_answer(shell, cli)
 
 
 def main() -> NoReturn:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -15,6 +16,11 @@ def json_option(*, exposed: bool = False) -> Decorator:
     """Accept --json; the group acts on it, so that most commands need not know."""
     text = "Print one JSON object on stdout."
     return click.option("--json", "as_json", is_flag=True, expose_value=exposed, help=text)
+
+
+def quiet_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept --quiet."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print only warnings, errors and the end.")(command)
 
 
 def processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,4 +68,28 @@ def base_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def overrides(command: Callable[..., Any]) -> Callable[..., Any]:
     """Accept any number of key=value."""
-    return click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
+
+    def complete(*asked: Any) -> list[CompletionItem]:
+        from ckptrain.cli.completion import complete_overrides
+
+        return complete_overrides(*asked)
+
+    return click.argument("overrides", nargs=-1, metavar="[key=value ...]", shell_complete=complete)(command)
+
+
+def run_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept a run directory."""
+    kind = click.Path(path_type=Path)
+    return click.argument("run_dir", metavar="RUN", type=kind, shell_complete=complete_directory)(command)
+
+
+def complete_directory(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete a directory."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_section(*asked: Any) -> list[CompletionItem]:
+    """Complete the name of a section of a config."""
+    from ckptrain.cli.completion import complete_sections
+
+    return complete_sections(*asked)

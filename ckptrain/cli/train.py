@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_config(
-    config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool
+    config: Path, overrides: tuple[str, ...], run_dir: Path | None, num_processes: int, *, as_json: bool, quiet: bool
 ) -> Answer:
     """Start the run that a config file describes, or go on with it.
 
@@ -40,27 +40,31 @@ def run_config(
     if config.is_dir():
         raise click.UsageError(f"{config} is a directory; to go on with a run: ckptrain resume {config}")
     run_dir = run_dir or api.default_run_dir(config)
-    arguments = ["run", *_flags(as_json=as_json), f"--run-dir={run_dir}", "--", str(config), *overrides]
-    return _train(api.read_config(config, overrides, run_dir), run_dir, arguments, num_processes, as_json=as_json)
+    arguments = ["run", *_flags(as_json=as_json, quiet=quiet), f"--run-dir={run_dir}", "--", str(config), *overrides]
+    return _train(
+        api.read_config(config, overrides, run_dir), run_dir, arguments, num_processes, as_json=as_json, quiet=quiet
+    )
 
 
-def resume_run(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool) -> Answer:
+def resume_run(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool, quiet: bool) -> Answer:
     """Go on with a run as it was last asked to be.
 
     Raises:
         CheckpointNotFound: there is no run.
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
-    arguments = ["resume", *_flags(as_json=as_json), "--", str(run_dir), *overrides]
+    arguments = ["resume", *_flags(as_json=as_json, quiet=quiet), "--", str(run_dir), *overrides]
     config = load_config(api.config_of_run(run_dir), overrides)
-    return _train(config, run_dir, arguments, num_processes, as_json=as_json)
+    return _train(config, run_dir, arguments, num_processes, as_json=as_json, quiet=quiet)
 
 
-def _flags(*, as_json: bool) -> list[str]:
-    return ["--json"] if as_json else []
+def _flags(*, as_json: bool, quiet: bool) -> list[str]:
+    return [*(["--json"] if as_json else []), *(["--quiet"] if quiet else [])]
 
 
-def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
+def _train(
+    config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool, quiet: bool
+) -> Answer:
     keep_logs_in(run_dir)
     os.environ.update(step_environment(os.environ))
     quiet_libraries()
@@ -69,7 +73,7 @@ def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_proce
         api.plan(config, run_dir=run_dir, world_size=num_processes)
         require(MEGATRON, "training")
         return _launch(arguments, num_processes, as_json=as_json)
-    return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")), quiet=quiet)
 
 
 def _launch(arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
@@ -87,18 +91,23 @@ def _launch(arguments: Sequence[str], num_processes: int, *, as_json: bool) -> A
     return Answer(report=report, exit_status=launched.exit_status)
 
 
-def _train_here(config: RunConfig, run_dir: Path, num_processes: int) -> Answer:
+def _train_here(config: RunConfig, run_dir: Path, num_processes: int, *, quiet: bool) -> Answer:
     """Train in this process; it talks on rank 0 only."""
     from ckptrain.training.startup import StartClock
 
     clock = StartClock.of_command()
     if os.environ.get("RANK", "0") != "0":
         return Answer(report={}, exit_status=api.run(config, run_dir=run_dir, clock=clock).exit_status)
+    from ckptrain.cli.ending import show_end
+    from ckptrain.cli.forecast import Rhythm
     from ckptrain.cli.page import open_console
-    from ckptrain.cli.progress import Progress, show_end
+    from ckptrain.cli.progress import Progress, Quiet
 
-    with Progress(open_console(), steps=config.train.steps, every_steps=config.log.every_steps) as told:
-        result = api.run(config, run_dir=run_dir, observers=[told], clock=clock)
+    if quiet:
+        result = api.run(config, run_dir=run_dir, observers=[Quiet(open_console())], clock=clock)
+    else:
+        with Progress(open_console(), Rhythm.of(config), name=run_dir.name) as told:
+            result = api.run(config, run_dir=run_dir, observers=[told], clock=clock)
     report = result_report(result, config.train.steps)
     # The run directory as it was given is what people recognise and can type.
     report["run_dir"] = str(run_dir)

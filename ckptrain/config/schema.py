@@ -307,8 +307,12 @@ class LogConfig:
 
     every_steps: int = option("Print and record every so many steps.", default=1, at_least=1)
     tensorboard: bool = option("Write TensorBoard events to RUN/tensorboard.", default=True)
-    wandb: dict[str, Any] | None = option("Arguments of wandb.init (extra `wandb`).", default=None)
-    mlflow: dict[str, Any] | None = option("{tracking_uri, experiment, run_name} (extra `mlflow`).", default=None)
+    wandb: dict[str, Any] | None = option(
+        "Arguments of wandb.init (extra `wandb`); {mode: offline} needs no server.", default=None
+    )
+    mlflow: dict[str, Any] | None = option(
+        "{tracking_uri, experiment, run_name} (extra `mlflow`); RUN/mlruns where no server is named.", default=None
+    )
     sample_tokens: int = option(
         "Answer the first validation sample before and after training, greedily, in up to so many tokens; 0 does not.",
         default=0,

@@ -104,12 +104,12 @@ class Observers(Observer):
             try:
                 getattr(recorder, event)(*args)
             except Exception as error:  # told to the observers; what is recorded is worth less than what is trained
-                self._report(recorder, error)
+                self._report(recorder, error, "" if event == "on_end" else "; training goes on")
 
-    def _report(self, recorder: Observer, error: Exception) -> None:
+    def _report(self, recorder: Observer, error: Exception, consequence: str) -> None:
         if id(recorder) not in self._failed:
             self._failed.add(id(recorder))
-            self.on_warning(f"{type(recorder).__name__} cannot record: {error}; training goes on")
+            self.on_warning(f"{type(recorder).__name__} cannot record: {error}{consequence}")
 
     def on_plan(self, plan: dict[str, Any], facts: dict[str, Any]) -> None:
         self._tell("on_plan", plan, facts)

@@ -150,14 +150,16 @@ class _Run:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.told.on_plan(plan.to_dict(), {"run_dir": str(self.run_dir), "steps": self.config.train.steps})
+        self.told.on_plan(plan.to_dict(), self._facts())
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         if isinstance(plan, AlreadyDone):
             self.lifecycle.advance(Phase.FINISHED, step=plan.step)
             return self._result("already_done", plan.step, checkpoint=plan.checkpoint)
         done = plan.step if isinstance(plan, Resume) else 0
         if rank() == 0:
-            self.told.add_recorders(recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done))
+            self.told.add_recorders(
+                recorders(self.config, self.run_dir, run_id=self.run_id, last_step=done, tell=self.told.on_progress)
+            )
         self.clock.mark("recorders")
         with StopRequests(self.run_dir, self.config.train.max_minutes) as stop, model_parallel(self.survey):
             self.clock.mark("process groups")
@@ -183,6 +185,17 @@ class _Run:
                     raise
                 finally:
                     release_graphs(setup.model)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a person wants to know of a start besides its plan."""
+        lora = self.config.lora
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": self.config.train.steps,
+            "base": self.survey.base.name,
+            "adapters": f"{lora.kind} of rank {lora.dim}, alpha {lora.alpha:g}",
+            "processes": self.survey.layout.world_size,
+        }
 
     def _tell_data(self, data: DataSetup) -> None:
         self.journal.record("data", train=attrs.asdict(data.train.summary))
