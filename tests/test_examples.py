@@ -12,35 +12,17 @@ import datasets
 import orjson
 import pytest
 from huggingface_hub import constants
-from support.datasets_on_disk import COMMIT, SQUAD_ROWS, put_in_hub_cache, write_parquet
+from support.datasets_on_disk import COMMIT, put_in_hub_cache
+from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
 from support.launch import launch, run_training
 
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# As in allenai/tulu-3-sft-mixture: some conversations have a system's turn, some go on for longer than others.
-TULU_ROWS = [
-    {
-        "id": f"made_up_{number}",
-        "messages": [
-            *([{"role": "system", "content": "Be short."}] if number % 3 == 0 else []),
-            *(
-                turn
-                for count in range(1 + number % 4)
-                for turn in (
-                    {"role": "user", "content": f"What is {number} + {count}?"},
-                    {"role": "assistant", "content": f"{number + count}" + "." * (number % 40)},
-                )
-            ),
-        ],
-        "source": "made up",
-    }
-    for number in range(600)
-]
 REPOSITORIES = {
-    "squad": ("rajpurkar/squad", {"train": SQUAD_ROWS * 20, "validation": SQUAD_ROWS}),
-    "tulu3": ("allenai/tulu-3-sft-mixture", {"train": TULU_ROWS}),
+    "squad": ("rajpurkar/squad", SQUAD_SPLITS),
+    "tulu3": ("allenai/tulu-3-sft-mixture", TULU_SPLITS),
 }
 
 
@@ -53,13 +35,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return cache
-
-
-def write_repository(directory: Path, splits: dict[str, list[dict[str, Any]]]) -> Path:
-    """Write a Hub repository with a Parquet file a split."""
-    for split, rows in splits.items():
-        write_parquet(directory / f"data/{split}-00000-of-00001.parquet", rows, row_group_size=100)
-    return directory
 
 
 @pytest.fixture
