@@ -37,7 +37,7 @@ MANIFEST_TAIL = f"""
 | `schema_version` | {SCHEMA_VERSION} |
 | `layout.world_size` | the product of the sizes of `layout` but `expert` |
 | `config_digest` | SHA-256 of `config` in canonical JSON |
-| `digest` | SHA-256 of everything before it in canonical JSON: a changed digit in the manifest is damage like any other |
+| `digest` | SHA-256 of everything before it in canonical JSON: a changed digit is damage like any other |
 
 ## Tensors
 
@@ -46,8 +46,9 @@ layer has is one tensor, `[layers, out, in]`. Types are {", ".join(f"`{name}`" f
 
 | group | names | what |
 |---|---|---|
-| `adapter` | `decoder.layers...adapter.linear_in.weight`, `...linear_out.weight` | A and B, in the type that was trained |
-| `optimizer` | `optimizer.state.exp_avg.NAME`, `optimizer.state.exp_avg_sq.NAME`, and a float32 master where the adapter is bfloat16 | AdamW |
+| `adapter` | `...adapter.linear_in.weight`, `...adapter.linear_out.weight` | A and B, in the type that was trained |
+| `optimizer` | `optimizer.state.exp_avg.NAME`, `optimizer.state.exp_avg_sq.NAME` | AdamW's moments, float32 |
+| | and a third, where the adapter is bfloat16 | its float32 master |
 | `rng` | `rng.rank00000.NAME` | states of the random generators of each process |
 
 See it of a checkpoint of yours: `ckptrain inspect CKPT`. Why it is so:
@@ -74,6 +75,58 @@ EVENTS: Mapping[str, str] = {
     "stop_requested": "The run was asked to stop, and by what.",
     "error": "The error that ended it: `kind`, `message`.",
 }
+MEANINGS: Mapping[str, str] = {
+    "Manifest.run_id": "Of the run: drawn at its first start, the same in all of its checkpoints.",
+    "Manifest.consumed_tokens": "Tokens computed in those steps, padding included.",
+    "Manifest.base": "Which base model the adapter belongs to.",
+    "Manifest.tokenizer_fingerprint": "Of the tokenizer's files and the chat template; null for an imported adapter.",
+    "Manifest.data": "Which samples were learnt from; null for an imported adapter.",
+    "Manifest.lora": "What the adapters are.",
+    "Manifest.metrics": "What was measured at this step: `loss`, and `val_loss` where a validation fell on it.",
+    "Manifest.versions": "Of ckptrain and the libraries that decide numbers and formats.",
+    "BaseIdentity.fingerprint": "SHA-256 of the config and of samples of the weights.",
+    "BaseIdentity.name": "As `model.pretrained` named it.",
+    "BaseIdentity.revision": "The commit of a Hub model.",
+    "BaseIdentity.num_bytes": "Size of the weight files.",
+    "ModelShape.architecture": "As config.json names it.",
+    "ModelShape.num_layers": "Decoder layers.",
+    "ModelShape.hidden_size": "Width of the hidden states.",
+    "ModelShape.ffn_hidden_size": "Width of a dense MLP.",
+    "ModelShape.num_heads": "Attention heads.",
+    "ModelShape.num_kv_heads": "Heads of keys and values.",
+    "ModelShape.head_dim": "Width of a head.",
+    "ModelShape.vocab_size": "Tokens that the embedding knows.",
+    "ModelShape.max_positions": "Positions that the model was made for.",
+    "ModelShape.tied_embeddings": "Whether the output layer is the embedding.",
+    "ModelShape.gated_mlp": "Whether an MLP has a gate beside its up projection.",
+    "ModelShape.qkv_bias": "Whether q, k and v have biases.",
+    "ModelShape.qk_norm": "Whether q and k are normed.",
+    "ModelShape.num_experts": "Experts of a layer.",
+    "ModelShape.moe_ffn_hidden_size": "Width of an expert.",
+    "ModelShape.experts_per_token": "Experts that a token is sent to.",
+    "DataIdentity.fingerprint": "SHA-256 of the training rows, and of what decides how they become samples.",
+    "DataIdentity.validation_fingerprint": "The same of the validation rows; null without any.",
+    "DataIdentity.num_samples": "Training samples.",
+    "DataIdentity.num_rows": "Rows that they were packed into.",
+    "LoraSpec.settings": "The keys of the section `lora`, as they were.",
+    "LoraSpec.modules": "Full names of the adapted modules.",
+    "Layout.tensor": "Tensor parallel size.",
+    "Layout.pipeline": "Pipeline stages.",
+    "Layout.context": "Context parallel size.",
+    "Layout.expert": "Expert parallel size.",
+    "Layout.data": "Data parallel size.",
+    "FileDigest.num_bytes": "Its size.",
+    "FileDigest.sha256": "64 hexadecimal digits.",
+    "TensorEntry.shape": "Of the whole tensor.",
+    "TensorEntry.group": "What it is: see below.",
+    "StepRecord.step": "Optimizer step, from 1.",
+    "StepRecord.lr": "Learning rate of the step.",
+    "StepRecord.grad_norm": "Norm of all gradients together, before clipping.",
+    "StepRecord.learnt_tokens": "Those of `tokens` that are learnt.",
+    "StepRecord.tokens_per_s": "`tokens` by `seconds`.",
+    "StepRecord.seconds": "Wall time of the step.",
+}
+"""Of the fields that their names say enough of to whoever reads the code, and that have no docstring there."""
 FILES_HEAD = """# Journal and metrics
 
 All of a run is in its directory; [Architecture](../architecture.md#the-run-directory) lists the files. Two of them are
@@ -82,8 +135,8 @@ for reading by programs: JSON, an object a line, in UTF-8.
 ## metrics.jsonl
 
 Two kinds of lines: one for each `log.every_steps` steps, and `{"step": ..., "val_loss": ...}` for each validation. What
-a lost stretch wrote is dropped by the next start, so a step is there once, however often the run was killed. TensorBoard,
-Weights & Biases and MLflow get the same values, as `train/NAME` and `val/loss`.
+a lost stretch wrote is dropped by the next start, so a step is there once, however often the run was killed.
+TensorBoard, Weights & Biases and MLflow get the same values, as `train/NAME` and `val/loss`.
 
 """
 JOURNAL_HEAD = """
@@ -139,7 +192,9 @@ def events() -> set[str]:
 
 
 def _rows(cls: type[Any]) -> list[tuple[str, ...]]:
-    return [(code(field.name), code(field.type), cell(field.meaning)) for field in fields_of(cls)]
+    fields = [(field, field.meaning or MEANINGS.get(f"{cls.__name__}.{field.name}", "")) for field in fields_of(cls)]
+    assert all(meaning for _, meaning in fields), f"{cls.__name__}: say in MEANINGS what each field is"
+    return [(code(field.name), code(field.type), cell(meaning)) for field, meaning in fields]
 
 
 def _docstring(cls: type[Any]) -> str:

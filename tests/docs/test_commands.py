@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import click
 import pytest
-from support.documents import Block, Command, blocks, commands, inline_code, pages
+from support.documents import Block, Command, blocks, commands, inline_code, pages, words_of
 from support.sandbox import MOST_PROCESSES, PROCESSES, SHELL, STATUSES, Ended, Sandbox
 
 from ckptrain.cli.main import cli
@@ -26,14 +27,15 @@ CANNOT_RUN: Mapping[tuple[str, ...], str] = {
     ("pytest",): "is this",
 }
 """By the words that a command begins with. A ckptrain command in one of them is parsed, and planned where it trains."""
+EXTRAS: Mapping[str, str] = {"log.wandb": "wandb", "log.mlflow": "mlflow"}
+"""Keys that need a package which is an extra: a command with one runs where that is installed, and is planned elsewhere."""
+
+
 def commands_of(page: str) -> list[Command | Block]:
     """Return the commands and the Python blocks of a page, in its order."""
     found: list[Command | Block] = []
     for block in blocks(page):
-        if block.language == "bash":
-            found += commands(block)
-        elif block.language == "python":
-            found.append(block)
+        found += [block] if block.language == "python" else commands(block)
     return found
 
 
@@ -45,6 +47,9 @@ WITH_COMMANDS = [page for page in pages() if commands_of(page)]
 def reason_not_to_run(words: tuple[str, ...]) -> str | None:
     """Return why a command cannot run here, None where it can."""
     listed = next((why for begin, why in CANNOT_RUN.items() if words[: len(begin)] == begin), None)
+    for key, package in EXTRAS.items():
+        if any(word.startswith(f"{key}=") for word in words) and importlib.util.find_spec(package) is None:
+            return f"needs {package}"
     if listed is None and words[:2] != ("ckptrain", "plan") and PROCESSES in words:
         number = int(words[words.index(PROCESSES) + 1])
         return f"starts {number} processes" if number > MOST_PROCESSES else None
@@ -78,17 +83,14 @@ def planned(command: Command, sandbox: Sandbox) -> Ended | None:
     first = ("plan", *words[1:])
     processes = re.search(r"(?:--nproc-per-node|--ntasks-per-node)[ =](\d+)", " ".join(command.words))
     given = () if PROCESSES in words or processes is None else (PROCESSES, processes[1])
-    planning = Command(
-        where=command.where, text=command.text, environment=(), words=("ckptrain", *first, *given), directive=None
-    )
-    return sandbox.run(planning)
+    return sandbox.run(words_of("ckptrain", *first, *given))
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_the_commands_of_a_page_do_what_it_says(page: str, checkout: Sandbox, directory: Path) -> None:
+def test_the_commands_of_a_page_do_what_it_says(page: str, checkout: Sandbox, tmp_path: Path) -> None:
     """In their order, in a directory in which the quickstart has run, unless the page begins with that."""
     found = commands_of(page)
-    sandbox = checkout.copy(directory, with_runs=page not in WITHOUT_RUNS)
+    sandbox = checkout.copy(tmp_path / "ckptrain", with_runs=page not in WITHOUT_RUNS)
     for command in found:
         if isinstance(command, Block):
             ended: Ended | None = sandbox.run_python(command.text, f"{page}:{command.line}")

@@ -10,7 +10,9 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 _DIRECTIVE = re.compile(r"<!-- test: (?P<words>[^>]+) -->\s*$")
 _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 
@@ -71,8 +73,10 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """Yield the commands of a bash block; `&&` ends one as a line does, and a backslash joins two lines."""
+    """Yield the commands of a block, if it is one of bash; `&&` ends one as a line does, a backslash joins two lines."""
     joined = ""
+    if block.language != "bash":
+        return
     for number, line in enumerate(block.text.split("\n"), start=block.line + 1):
         joined = f"{joined} {line.strip()}".strip()
         if joined.endswith("\\"):
@@ -96,6 +100,11 @@ def _command(where: str, text: str, words: list[str], directive: str | None) -> 
         words=tuple(words[2:] if words[:2] == ["uv", "run"] else words),
         directive=directive,
     )
+
+
+def words_of(*words: str) -> Command:
+    """Return a command that no page has."""
+    return Command(where="", text=" ".join(words), environment=(), words=words, directive=None)
 
 
 def inline_code(page: str) -> set[str]:

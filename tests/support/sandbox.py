@@ -24,13 +24,13 @@ from typing import Any
 import attrs
 import yaml
 from forked import launch
-from support.documents import ROOT, Command
-from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
-from support.processes import FORK, HANGS_S, wait_until
 from tiny import write_llama
 
 from ckptrain.cli.main import cli
 from ckptrain.lifecycle.journal import read_journal
+from support.documents import ROOT, Command
+from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
+from support.processes import FORK, HANGS_S, wait_until
 
 MOST_STEPS = 6
 SMALLER: Mapping[str, Any] = {
@@ -110,7 +110,9 @@ class Sandbox:
             for key, value in {**SMALLER, **OTHERWISE.get(path.name, {})}.items():
                 _set(config, key, value)
             path.write_text(yaml.safe_dump(config))
-        other = (directory / "examples/quickstart.yaml").read_text().replace("global_batch_size: 2", "global_batch_size: 8")
+        other = (
+            (directory / "examples/quickstart.yaml").read_text().replace("global_batch_size: 2", "global_batch_size: 8")
+        )
         (directory / "examples/other.yaml").write_text(other)
         return cls(directory)
 
@@ -122,7 +124,7 @@ class Sandbox:
         return Sandbox(directory)
 
     def stand_in(self, word: str) -> str:
-        """Return a word of a command as it is here."""
+        """Return a word of a command of a page as it is here."""
         if word == "OUT":
             self._count += 1
             return f"out-{self._count}"
@@ -159,8 +161,9 @@ class Sandbox:
         journal = self.directory / "runs/quickstart/journal.jsonl"
         seen = sum(entry["event"] == event for entry in read_journal(journal))
         wait_until(
-            lambda: not started.process.is_alive()
-            or sum(entry["event"] == event for entry in read_journal(journal)) > seen
+            lambda: (
+                not started.process.is_alive() or sum(entry["event"] == event for entry in read_journal(journal)) > seen
+            )
         )
         assert started.process.pid is not None
         os.kill(started.process.pid, number)
