@@ -3,7 +3,7 @@
 Train from a program of your own: an observer is told of every step, and stops the run by a rule.
 
 The rule here: stop when the validation loss has not fallen in two validations. The run then saves and ends as it does
-for Ctrl-C, and another start would go on with it. Needs a CPU and about three minutes.
+for Ctrl-C, and another start would go on with it. Needs a CPU and about four minutes.
 """
 
 from __future__ import annotations

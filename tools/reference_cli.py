@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from reference_fields import cell, code, table
+from reference_fields import cell, code, either_text, table
 
 from ckptrain.cli.main import cli
 
@@ -38,27 +38,30 @@ def _command(name: str, command: click.Command, parent: click.Context) -> str:
     usage = command.get_usage(context).removeprefix("Usage: ")
     text = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n")).strip()
     rows = [
-        (_names(option), _default(option, context), cell(option.help or ""))
+        (_names(option), _meaning(option, context))
         for option in command.params
         if isinstance(option, click.Option) and not option.hidden
     ]
-    options = table(("option", "default", ""), rows) if rows else ""
+    options = table(("option", "meaning"), rows) if rows else ""
     return f"\n## ckptrain {name}\n\n```text\n{' '.join(usage.split())}\n```\n\n{text}\n\n{options}"
 
 
 def _names(option: click.Option) -> str:
-    names = " / ".join([*option.opts, *option.secondary_opts])
-    if option.is_flag:
-        return code(names)
-    return code(f"{names} {_value(option)}")
+    names = [*option.opts, *option.secondary_opts]
+    value = "" if option.is_flag else f" {option.metavar or _kind(option)}"
+    return ", ".join(code(f"{name}{value}") for name in names)
 
 
-def _value(option: click.Option) -> str:
+def _kind(option: click.Option) -> str:
+    return "CHOICE" if isinstance(option.type, click.Choice) else option.type.name.upper()
+
+
+def _meaning(option: click.Option, context: click.Context) -> str:
+    """Return what an option means, what it may be, and what it is where it is not given."""
+    parts = [cell(option.help or "")]
     if isinstance(option.type, click.Choice):
-        return "|".join(map(str, option.type.choices))
-    return option.metavar or option.type.name.upper()
-
-
-def _default(option: click.Option, context: click.Context) -> str:
+        parts.append(f"CHOICE is {either_text([code(str(choice)) for choice in option.type.choices])}.")
     default: Any = option.get_default(context)
-    return code(str(default)) if option.show_default and default is not None else ""
+    if option.show_default and default is not None:
+        parts.append(f"Default {code(str(default))}.")
+    return " ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from reference_fields import cell, code, table
+from reference_fields import cell, code, either_text, table
 
 from ckptrain.config.explain import explain
 from ckptrain.config.schema import RunConfig, SourceConfig
@@ -46,10 +46,10 @@ def config_page() -> str:
             kind, default, meaning = defaults[key]
             rule = RULES[key]
             because = "" if rule.kind is Kind.FREE else f": it {rule.effect}"
-            shown = default if default == "required" else code(default)
-            rows.append((code(field.name), code(kind), shown, cell(meaning), f"**{RESUME[rule.kind]}**{cell(because)}"))
+            what = f"{cell(meaning)}<br>{_values(kind)}; {_default(default)}"
+            rows.append((code(field.name), what, f"**{RESUME[rule.kind]}**{cell(because)}"))
         parts.append(f"\n## {section.name}\n\n{_docstring(section.metadata['section'])}\n\n")
-        parts.append(table(("key", "type", "default", "meaning", "another value on a resume"), rows))
+        parts.append(table(("key", "meaning", "another value on a resume"), rows))
     parts.append(_sources())
     return "".join(parts)
 
@@ -57,11 +57,22 @@ def config_page() -> str:
 def _sources() -> str:
     """Return the part on what an item of data.train may say."""
     rows = [
-        (code(field.name), code(_plain_type(field)), cell(field.metadata["doc"]))
+        (code(field.name), f"{cell(field.metadata['doc'])}<br>{_values(_plain_type(field))}")
         for field in attrs.fields(SourceConfig)
     ]
     text = "\n## A source of data\n\nAn item of `data.train` or `data.validation`. {}\n\n"
-    return text.format(_docstring(SourceConfig)) + table(("key", "type", "meaning"), rows)
+    return text.format(_docstring(SourceConfig)) + table(("key", "meaning"), rows)
+
+
+def _values(kind: str) -> str:
+    """Return what a key may be, in italics: `bfloat16` or `float32`, say."""
+    choices = kind.removesuffix(", or null").split(" | ")
+    either = either_text([code(choice) for choice in choices]) if len(choices) > 1 else choices[0]
+    return f"*{either}{', or null' if kind.endswith(', or null') else ''}*"
+
+
+def _default(default: str) -> str:
+    return "required" if default == "required" else f"default {code(default)}"
 
 
 def _plain_type(field: attrs.Attribute[Any]) -> str:

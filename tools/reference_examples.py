@@ -11,7 +11,7 @@ NEEDS: Mapping[str, str] = {
     "quickstart.yaml": "a CPU, two to three minutes",
     "train_on.yaml": "a CPU, and an export of the quickstart",
     "kill_and_resume.py": "a CPU, six minutes",
-    "embed.py": "a CPU, three minutes",
+    "embed.py": "a CPU, four minutes",
     "squad_lora.yaml": "one GPU; the Hub, or the model and the dataset in directories",
     "tulu3_lora.yaml": "eight GPUs; the Hub, or the model and the dataset in directories",
     "slurm.sh": "Slurm, with GPUs and a disk that all nodes see",

@@ -48,13 +48,19 @@ def _type_text(annotation: Any) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text as a cell of a Markdown table holds it."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return text as a cell of a Markdown table holds it: on one line, its stars and bars as they are."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(part if number % 2 else part.replace("*", "\\*") for number, part in enumerate(parts))
 
 
 def code(text: str) -> str:
     """Return text as code in a cell of a Markdown table."""
-    return f"`{cell(text)}`" if text else ""
+    return f"`{' '.join(text.split())}`" if text else ""
+
+
+def either_text(words: list[str]) -> str:
+    """Return words as a choice: a, b or c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

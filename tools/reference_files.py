@@ -194,8 +194,13 @@ def events() -> set[str]:
 def _rows(cls: type[Any]) -> list[tuple[str, ...]]:
     fields = [(field, field.meaning or MEANINGS.get(f"{cls.__name__}.{field.name}", "")) for field in fields_of(cls)]
     assert all(meaning for _, meaning in fields), f"{cls.__name__}: say in MEANINGS what each field is"
-    return [(code(field.name), code(field.type), cell(meaning)) for field, meaning in fields]
+    return [(code(field.name), _type(field.type), cell(meaning)) for field, meaning in fields]
 
 
 def _docstring(cls: type[Any]) -> str:
     return "\n".join(line.strip() for line in (cls.__doc__ or "").strip().splitlines())
+
+
+def _type(annotation: str) -> str:
+    """Return a type as JSON has it: there is null, and a tuple is a list."""
+    return code(annotation.replace(" | None", " or null").replace("tuple[", "list[").replace("Mapping[", "object["))

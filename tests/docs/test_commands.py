@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +26,6 @@ CANNOT_RUN: Mapping[tuple[str, ...], str] = {
     ("pytest",): "is this",
 }
 """By the words that a command begins with. A ckptrain command in one of them is parsed, and planned where it trains."""
-EXTRAS: Mapping[str, str] = {"log.wandb": "wandb", "log.mlflow": "mlflow"}
-"""Keys that need a package which is an extra: a command with one runs where that is installed, and is planned elsewhere."""
-
 
 def commands_of(page: str) -> list[Command | Block]:
     """Return the commands and the Python blocks of a page, in its order."""
@@ -47,9 +43,6 @@ WITH_COMMANDS = [page for page in pages() if commands_of(page)]
 def reason_not_to_run(words: tuple[str, ...]) -> str | None:
     """Return why a command cannot run here, None where it can."""
     listed = next((why for begin, why in CANNOT_RUN.items() if words[: len(begin)] == begin), None)
-    for key, package in EXTRAS.items():
-        if any(word.startswith(f"{key}=") for word in words) and importlib.util.find_spec(package) is None:
-            return f"needs {package}"
     if listed is None and words[:2] != ("ckptrain", "plan") and PROCESSES in words:
         number = int(words[words.index(PROCESSES) + 1])
         return f"starts {number} processes" if number > MOST_PROCESSES else None
