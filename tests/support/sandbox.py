@@ -28,6 +28,7 @@ from tiny import write_llama
 
 from ckptrain.cli.main import cli
 from ckptrain.lifecycle.journal import read_journal
+from support.datasets_on_disk import write_lines
 from support.documents import ROOT, Command
 from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
 from support.processes import FORK, HANGS_S, wait_until
@@ -55,6 +56,23 @@ OTHERWISE: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What single examples say besides: where those for the Hub find rows of the same schema."""
+SFT: Mapping[str, Any] = {
+    "sft": {"max_num_steps": 4, "val_period": 2},
+    "policy": {
+        "model_name": "tiny",
+        "train_global_batch_size": 2,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": 384,
+        "precision": "float32",
+        "megatron_cfg": {
+            "enabled": True,
+            "peft": {"enabled": True, "target_modules": [], "dim": 8, "alpha": 32},
+            "optimizer": {"lr": 1e-4, "weight_decay": 0.1},
+        },
+    },
+    "data": {"train": {"dataset_name": "ResponseDataset", "data_path": "rows/answers.jsonl"}},
+}
+"""A config of NeMo-RL."""
 STAND_INS: Mapping[str, str] = {
     "CONFIG": "examples/other.yaml",
     "RUN": "runs/quickstart",
@@ -103,6 +121,8 @@ class Sandbox:
         shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("__pycache__"))
         (directory / "tools").symlink_to(ROOT / "tools")
         write_llama(directory / "tiny", num_hidden_layers=2)
+        (directory / "sft.yaml").write_text(yaml.safe_dump(SFT))
+        write_lines(directory / "rows/answers.jsonl", [{"input": "one", "output": "two"}] * 8)
         write_repository(directory / "rows/squad", SQUAD_SPLITS)
         write_repository(directory / "rows/tulu3", {"train": TULU_SPLITS["train"][:40]})
         for path in (directory / "examples").glob("*.yaml"):
