@@ -27,6 +27,7 @@ CANNOT_RUN: Mapping[tuple[str, ...], str] = {
 }
 """By the words that a command begins with. A ckptrain command in one of them is parsed, and planned where it trains."""
 
+
 def commands_of(page: str) -> list[Command | Block]:
     """Return the commands and the Python blocks of a page, in its order."""
     found: list[Command | Block] = []
