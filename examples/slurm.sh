@@ -21,8 +21,9 @@
 set -u
 stopped_early=75
 
-# One process for each GPU; a process that fails ends the others, which would wait for it.
-srun --kill-on-bad-exit=1 "${CKPTRAIN:-ckptrain}" run "$@"
+# One process for each GPU. When the first has ended, the others have five minutes: after a stop they end within seconds,
+# and where one has failed they would wait for it. They are not killed at once, which would hide the status 75.
+srun --kill-on-bad-exit=0 --wait=300 "${CKPTRAIN:-ckptrain}" run "$@"
 status=$?
 
 if ((status == stopped_early)); then

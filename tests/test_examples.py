@@ -186,5 +186,6 @@ def test_the_slurm_script_requeues_a_run_that_stopped_early(status: int, requeue
     )
     assert done.returncode == status
     srun, *after = log.read_text().split("\nruns/of mine\n")
-    assert srun.split("\n") == ["--kill-on-bad-exit=1", "ckptrain", "run", "CONFIG", "train.steps=9", "--run-dir"]
+    options = ["--kill-on-bad-exit=0", "--wait=300"]
+    assert srun.split("\n") == [*options, "ckptrain", "run", "CONFIG", "train.steps=9", "--run-dir"]
     assert after == (["scontrol requeue 17\n"] if requeued else [""])
