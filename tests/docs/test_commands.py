@@ -12,6 +12,7 @@ from support.documents import Block, Command, blocks, commands, inline_code, pag
 from support.sandbox import MOST_PROCESSES, PROCESSES, SHELL, STATUSES, Ended, Sandbox
 
 from ckptrain.cli.main import cli
+from ckptrain.lifecycle.journal import read_journal
 
 CANNOT_RUN: Mapping[tuple[str, ...], str] = {
     ("uv", "sync"): "installs packages into the environment that runs this test",
@@ -36,6 +37,12 @@ def commands_of(page: str) -> list[Command | Block]:
     return found
 
 
+STARTS: Mapping[str, list[str]] = {
+    "README.md": ["FreshStart", "AlreadyDone"],
+    "docs/tutorial.md": ["FreshStart", "Resume"],
+    "docs/how-to/resume.md": ["FreshStart", "AlreadyDone", "Resume"],
+}
+"""What the starts in runs/quickstart turn out to be, on the pages that are about it."""
 WITHOUT_RUNS = ("README.md", "docs/tutorial.md")
 """The pages that begin with nothing, and run the quickstart."""
 WITH_COMMANDS = [page for page in pages() if commands_of(page)]
@@ -97,6 +104,9 @@ def test_the_commands_of_a_page_do_what_it_says(page: str, checkout: Sandbox, tm
             where, expected = f"{command.where}: the plan of {command.text}", 0
         if ended is not None:
             assert ended.status == expected, f"{where} ended with {ended.status}:\n{ended.output[-6000:]}"
+    journal = read_journal(sandbox.directory / "runs/quickstart/journal.jsonl")
+    plans = [entry["plan"] for entry in journal if entry["event"] == "plan"]
+    assert plans == STARTS.get(page, plans)
 
 
 def test_every_command_either_runs_or_is_listed() -> None:

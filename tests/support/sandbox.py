@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from forked import launch
 from tiny import write_llama
 
 from ckptrain.cli.main import cli
-from ckptrain.lifecycle.journal import read_journal
+from ckptrain.lifecycle.journal import Journal, read_journal
 from support.datasets_on_disk import write_lines
 from support.documents import ROOT, Command
 from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
@@ -52,10 +53,11 @@ OTHERWISE: Mapping[str, Mapping[str, Any]] = {
     "tulu3_lora.yaml": {
         "data.train.path": "../rows/tulu3",
         "data.split_validation_size": 4,
-        "train.global_batch_size": 8,  # it is planned for eight processes
+        "train.global_batch_size": 8,
     },
+    "other.yaml": {"train.global_batch_size": 8},
 }
-"""What single examples say besides: where those for the Hub find rows of the same schema."""
+"""What some say besides: where those for the Hub find rows of the same schema; a batch for eight processes."""
 SFT: Mapping[str, Any] = {
     "sft": {"max_num_steps": 4, "val_period": 2},
     "policy": {
@@ -93,6 +95,9 @@ IN_PYTHON: Mapping[str, str] = {
 }
 """What a text in a block of Python stands for: the quickstart's base, which is a GGUF file in a package."""
 QUICKSTART = ("ckptrain", "run", "examples/quickstart.yaml")
+KILLED = "kill -9 after the first save"
+STATUSES: Mapping[str | None, int] = {None: 0, KILLED: -signal.SIGKILL, "is refused": 69}
+"""With which status a command ends, by the directive before its block."""
 PROCESSES = "--nproc-per-node"
 """The processes that it asks for are forks too; no more than `MOST_PROCESSES` are started."""
 MOST_PROCESSES = 2
@@ -125,15 +130,12 @@ class Sandbox:
         write_lines(directory / "rows/answers.jsonl", [{"input": "one", "output": "two"}] * 8)
         write_repository(directory / "rows/squad", SQUAD_SPLITS)
         write_repository(directory / "rows/tulu3", {"train": TULU_SPLITS["train"][:40]})
+        shutil.copy(directory / "examples/quickstart.yaml", directory / "examples/other.yaml")
         for path in (directory / "examples").glob("*.yaml"):
             config = yaml.safe_load(path.read_text())
             for key, value in {**SMALLER, **OTHERWISE.get(path.name, {})}.items():
                 _set(config, key, value)
             path.write_text(yaml.safe_dump(config))
-        other = (
-            (directory / "examples/quickstart.yaml").read_text().replace("global_batch_size: 2", "global_batch_size: 8")
-        )
-        (directory / "examples/other.yaml").write_text(other)
         return cls(directory)
 
     def copy(self, directory: Path, *, with_runs: bool) -> Sandbox:
@@ -159,11 +161,9 @@ class Sandbox:
         if words[0] in SHELL:
             done = subprocess.run(words, cwd=self.directory, capture_output=True, text=True, timeout=30, check=False)
             return Ended(status=done.returncode, output=done.stdout + done.stderr)
-        started = self._start(lambda: _program(words), environment)
-        if command.directive in INTERRUPTIONS:
-            number, event = INTERRUPTIONS[command.directive]
-            self._interrupt(started, number, event)
-        return started.end()
+        if command.directive == KILLED:
+            return self._kill(self._start(lambda: _held_after("saved", lambda: _program(words)), environment))
+        return self._start(lambda: _program(words), environment).end()
 
     def run_python(self, text: str, where: str) -> Ended:
         """Run a block of Python."""
@@ -176,32 +176,14 @@ class Sandbox:
         self._count += 1
         return Started(act, self.directory, environment, self.directory / f"output-{self._count}.txt")
 
-    def _interrupt(self, started: Started, number: signal.Signals, event: str) -> None:
-        """Send a signal when the quickstart's journal tells of an event."""
+    def _kill(self, started: Started) -> Ended:
+        """Kill the quickstart when its journal tells of a save."""
         journal = self.directory / "runs/quickstart/journal.jsonl"
-        seen = sum(entry["event"] == event for entry in read_journal(journal))
         wait_until(
-            lambda: (
-                not started.process.is_alive() or sum(entry["event"] == event for entry in read_journal(journal)) > seen
-            )
+            lambda: not started.process.is_alive() or any(entry["event"] == "saved" for entry in read_journal(journal))
         )
-        assert started.process.pid is not None
-        os.kill(started.process.pid, number)
-
-
-INTERRUPTIONS: Mapping[str | None, tuple[signal.Signals, str]] = {
-    "Ctrl-C once it trains": (signal.SIGINT, "startup"),
-    "kill -9 after the first save": (signal.SIGKILL, "saved"),
-}
-"""What a directive before a block does to its command: which signal, and which event in the journal it waits for."""
-STATUSES: Mapping[str | None, int] = {
-    None: 0,
-    "Ctrl-C once it trains": 75,
-    "kill -9 after the first save": -signal.SIGKILL,
-    "is refused": 69,
-    "is a bad config": 78,
-}
-"""With which status a command ends."""
+        started.process.kill()
+        return started.end()
 
 
 class Started:
@@ -263,6 +245,19 @@ def _program(words: list[str]) -> None:
     assert words[0] == "python", f"not a program that runs here: {words[0]}"
     sys.argv = words[1:]
     runpy.run_path(words[1], run_name="__main__")
+
+
+def _held_after(event: str, act: Callable[[], object]) -> None:
+    """Do something that stands still once it has told its journal of an event, so that it can be killed there."""
+    record = Journal.record
+
+    def tell(journal: Journal, told: str, **facts: object) -> None:
+        record(journal, told, **facts)
+        if told == event:
+            time.sleep(HANGS_S)
+
+    Journal.record = tell
+    act()
 
 
 def _status(words: list[str]) -> int:
