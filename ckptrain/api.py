@@ -15,6 +15,7 @@ from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CheckpointNotFound
+from ckptrain.installed import MEGATRON, TORCH, require
 
 if TYPE_CHECKING:
     from ckptrain.convert.from_peft import Import
@@ -55,6 +56,7 @@ def run(
     Raises:
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
+    require(MEGATRON, "training")
     from ckptrain.training.startup import IMPORTS, StartClock, without_collection
 
     clock = clock or StartClock()
@@ -152,6 +154,7 @@ def describe_data(config: Source, overrides: Sequence[str] = (), *, num_shown: i
     Raises:
         CkptrainError: the data cannot be read or tokenised.
     """
+    require(TORCH, "reading data as a run does")
     from ckptrain.training.data import report_data
 
     return report_data(load_config(config, overrides), num_shown)
@@ -177,6 +180,7 @@ def export(
         AdapterMismatch: the logits differ; nothing is written.
         CkptrainError: the path is no checkpoint, it is damaged, or `out` exists and `overwrite` is false.
     """
+    require(TORCH, "an export")
     from ckptrain.convert.to_peft import export_adapter
 
     return export_adapter(
@@ -203,6 +207,7 @@ def export_megatron(
         CkptrainError: the path is no adapter, it is damaged, Megatron-Bridge would compute something else with it, or
             `out` exists and `overwrite` is false.
     """
+    require(TORCH, "an export")
     from ckptrain.convert.to_megatron import export_megatron as write
 
     return write(Path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
@@ -223,6 +228,7 @@ def merge(
         AdapterMismatch: with `verify`, the merged model does not compute what was trained; nothing is written.
         CkptrainError: the path is no checkpoint, the base is not here, or `out` exists and `overwrite` is false.
     """
+    require(TORCH, "a merge")
     from ckptrain.convert.merge import merge_adapter
 
     return merge_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base))
@@ -243,6 +249,7 @@ def import_adapter(
         ConfigError: the adapter cannot be held, or does not fit the base, every reason is listed; or that is not here.
         CkptrainError: it is damaged, or `out` exists.
     """
+    require(TORCH, "an import")
     from ckptrain.convert.from_peft import import_adapter as write
 
     return write(Path(peft), Path(out), base=_str(base), kind=kind)

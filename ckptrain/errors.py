@@ -42,6 +42,17 @@ def first_problems(problems: Sequence[str], most: int = 20) -> list[str]:
     return [*problems[:most], *([f"and {left} more"] if left > 0 else [])]
 
 
+class PackageMissing(ProblemsError):
+    """A package that this needs is not installed, or is of a version that is known not to work."""
+
+
+class RankFailed(CkptrainError):
+    """A process of a launch failed in a way that is a fault in ckptrain; raised in all of them, with its rank.
+
+    In that process the error itself is its `__cause__`.
+    """
+
+
 class ConfigError(ProblemsError):
     """The configuration, or an input that it names (model, data file), cannot be used."""
 

@@ -15,6 +15,7 @@ PACKAGE = Path(ckptrain.__file__).parent
 # From the bottom to the top; a room may import itself and those of lower levels.
 LEVELS = {
     "errors": 0,
+    "installed": 0,
     "config": 1,
     "lifecycle": 2,
     "checkpoint": 3,
@@ -30,6 +31,9 @@ WITHOUT_TORCH = [
     "ckptrain",
     "ckptrain.api",
     "ckptrain.cli.main",
+    "ckptrain.cli.doctor",
+    "ckptrain.cli.self_test",
+    "ckptrain.installed",
     "ckptrain.config.load",
     "ckptrain.lifecycle.start_plan",
     "ckptrain.lifecycle.journal",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptrain.errors import CkptrainError
+from ckptrain.errors import CkptrainError, RankFailed
 
 type Group = dist.ProcessGroup | None
 """All ranks, over a connection of their own or the default one."""
@@ -60,16 +60,17 @@ def on_rank0[T](decide: Callable[[], T], group: Group = None) -> T:
     if world_size() == 1:
         return decide()
     outcome: Any = None
+    cause: Exception | None = None
     if rank() == 0:
         try:
             outcome = (decide(), None)
         except CkptrainError as error:
             outcome = (None, error)
         except Exception as error:  # told to all ranks first, then raised on all
-            outcome = (None, CkptrainError(f"{type(error).__name__}: {error}"))
+            outcome, cause = (None, RankFailed(f"rank 0: {type(error).__name__}: {error}")), error
     result, failed = broadcast_from_rank0(outcome, group)
     if failed is not None:
-        raise failed
+        raise failed from cause
     agreed: T = result
     return agreed
 
@@ -82,6 +83,7 @@ def together[T](act: Callable[[], T], group: Group = None) -> T:
     """
     result: Any = None
     failed: CkptrainError | None = None
+    cause: Exception | None = None
     try:
         result = act()
     except CkptrainError as error:
@@ -89,9 +91,9 @@ def together[T](act: Callable[[], T], group: Group = None) -> T:
     except Exception as error:
         if world_size() == 1:
             raise
-        failed = CkptrainError(f"rank {rank()}: {type(error).__name__}: {error}")
+        failed, cause = RankFailed(f"rank {rank()}: {type(error).__name__}: {error}"), error
     first = next((error for error in gather_to_all(failed, group) if error is not None), None)
     if first is not None:
-        raise first
+        raise first from cause
     agreed: T = result
     return agreed

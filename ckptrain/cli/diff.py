@@ -22,6 +22,7 @@ from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, by_kind, facts, shape_text, table
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.wording import plural
+from ckptrain.installed import TORCH, require
 from ckptrain.lifecycle.drift import ABSENT, Difference, Kind, differences
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -122,6 +123,7 @@ def _tensors(before: CommittedCheckpoint, after: CommittedCheckpoint, *, read: b
 
 def _values(before: CommittedCheckpoint, after: CommittedCheckpoint, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the tensors of `names` whose values differ, and by how much; states of random generators only differ."""
+    require(TORCH, "comparing numbers")
     quiet_libraries()
     from ckptrain.checkpoint.tensors import compare, read_each
 

@@ -15,6 +15,7 @@ from ckptrain.cli.page import Row, facts, shape_text, table
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.wording import plural
 from ckptrain.convert.source import AdapterSource
+from ckptrain.installed import TORCH, require
 
 
 def foreign_answer(source: AdapterSource, *, norms: bool) -> Answer:
@@ -39,6 +40,7 @@ def foreign_answer(source: AdapterSource, *, norms: bool) -> Answer:
 
 
 def _measured(source: AdapterSource) -> Iterator[dict[str, Any]]:
+    require(TORCH, "--norms")
     quiet_libraries()
     from ckptrain.checkpoint.tensors import measure
 

@@ -10,15 +10,24 @@ from typing import Any, NoReturn
 
 import click
 
+from ckptrain.cli.error_log import keep_logs_in
 from ckptrain.cli.outcome import (
+    DEBUG,
     Answer,
     Failure,
     JsonStdout,
     answer_or_failure,
     print_json,
     tell_failure,
-    wants_json,
+    wants,
+    with_log,
 )
+
+
+def debug_option() -> click.Option:
+    """Return --debug; the group acts on it before it reads the rest."""
+    text = f"Show the traceback of an error; so does {DEBUG}=1."
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help=text)
 
 
 class Commands(click.Group):
@@ -29,7 +38,10 @@ class Commands(click.Group):
     ) -> NoReturn:
         """Run one command and exit."""
         words = list(sys.argv[1:] if args is None else args) or ["--help"]
-        as_json = wants_json(words)
+        as_json = wants("--json", words)
+        if wants("--debug", words):
+            os.environ[DEBUG] = "1"
+        keep_logs_in(None)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a model's answer may hold what a terminal has no sign for
@@ -43,6 +55,7 @@ class Commands(click.Group):
         else:
             outcome = answer_or_failure(ask)
         if isinstance(outcome, Failure):
+            outcome = with_log(outcome, os.environ)
             tell_failure(outcome, os.environ)
         if as_json and os.environ.get("RANK", "0") == "0":
             print_json(_report(outcome))
@@ -51,6 +64,11 @@ class Commands(click.Group):
 
             outcome.show(open_console())
         sys.exit(outcome.exit_status)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command, with the option that all of them have."""
+        cmd.params.append(debug_option())
+        super().add_command(cmd, name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         """Return the commands in the order in which they are written here: that of a run's life."""

@@ -24,6 +24,7 @@ from ckptrain.cli.wording import bytes_text, duration_text, plural
 from ckptrain.config.layout import Layout
 from ckptrain.convert.checkpoint_source import CheckpointSource
 from ckptrain.convert.sources import open_source
+from ckptrain.installed import TORCH, require
 from ckptrain.lifecycle.fit import layout_text
 
 _SHORT_DIGEST = 12
@@ -79,6 +80,7 @@ def _manifest(manifest: Manifest) -> dict[str, Any]:
 
 def _measured(checkpoint: CommittedCheckpoint) -> dict[str, dict[str, Any]]:
     """Read the tensors whose values are numbers: the states of random generators are not."""
+    require(TORCH, "--norms")
     quiet_libraries()
     from ckptrain.checkpoint.tensors import measure, read_each, zero_layers
 

@@ -22,6 +22,7 @@ import attrs
 import click
 
 from ckptrain.cli.launched import LAUNCH, left_in
+from ckptrain.cli.outcome import FAULT
 from ckptrain.cli.wording import plural
 
 # A lost terminal is a request to save and stop like any other.
@@ -139,8 +140,8 @@ def _tell(rank: int, ended_with: int, num_processes: int, directory: Path, *, kn
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
         click.echo(f"{who} was killed by {name}{hint}", err=True)
     words = _printed(directory, rank, "stderr")[-_TOLD_BYTES:].decode(errors="replace").strip()
-    # An error that all ranks share ends them all alike and has no traceback.
-    if words and not (known and "Traceback (most recent call last)" not in words):
+    # An error that all ranks share ends them all alike and is no fault.
+    if words and not (known and FAULT not in words and "Traceback (most recent call last)" not in words):
         click.echo(f"{who} ended first, with:\n{words}", err=True)
 
 

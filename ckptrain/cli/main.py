@@ -29,6 +29,7 @@ from ckptrain.cli.outcome import Answer
     " 75 stopped early but saved, run it again; 1 anything else.",
 )
 @click.version_option(ckptrain.__version__, prog_name="ckptrain")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def cli() -> None:
     """Fine-tune with LoRA under Megatron, and never be in doubt about what a start means."""
 
@@ -284,6 +285,23 @@ def import_adapter(peft: Path, out: Path, kind: str, base: str | None) -> Answer
     return import_answer(peft, out, kind=kind, base=base)
 
 
+@cli.command("import-config")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write it here; left out, it is printed.")
+@overwrite_option
+@json_option()
+def import_config(file: Path, out: Path | None, *, overwrite: bool) -> Answer:
+    """Turn a config of NeMo-RL or Megatron-Bridge into one of ckptrain.
+
+    FILE is an sft.yaml of NeMo-RL, with LoRA under policy.megatron_cfg.peft or the older lora_cfg, or a run_config.yaml
+    of Megatron-Bridge. Told are the keys that are to be given, what means something else here, and what has no
+    counterpart.
+    """
+    from ckptrain.cli.import_config import import_config_answer
+
+    return import_config_answer(file, out, overwrite=overwrite)
+
+
 @cli.command()
 @click.argument("section", required=False)
 @json_option()
@@ -298,15 +316,20 @@ def explain(section: str | None) -> Answer:
 
 
 @cli.command()
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Measure the disk there; else in the working directory."
+)
+@click.option("--self-test/--no-self-test", default=True, help="Train, kill and resume a tiny model: some 10 seconds.")
 @json_option()
-def doctor() -> Answer:
+def doctor(run_dir: Path | None, *, self_test: bool) -> Answer:
     """Tell what is installed and whether it works.
 
-    It is what a bug report needs.
+    What a run would use and what is missing, how fast the disk is, and whether a run that is killed goes on exactly. It
+    is what a bug report needs (--json), and holds no names of users, hosts or directories.
     """
     from ckptrain.cli.doctor import doctor_answer
 
-    return doctor_answer()
+    return doctor_answer(run_dir, self_test=self_test)
 
 
 def main() -> NoReturn:

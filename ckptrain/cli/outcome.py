@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -16,13 +17,19 @@ import attrs
 import click
 import orjson
 
-from ckptrain.errors import EXIT_DONE, EXIT_FAILURE, CkptrainError, ProblemsError
+from ckptrain.cli.error_log import journal_of_run, write_trace
+from ckptrain.errors import EXIT_DONE, EXIT_FAILURE, CkptrainError, PhaseError, ProblemsError, RankFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
 """What shells give for a process that SIGINT ended: 128 + 2."""
+
+DEBUG = "CKPTRAIN_DEBUG"
+"""Environment variable: 1 shows tracebacks, as --debug does, which sets it for the processes of a launch."""
+FAULT = "This is a fault in ckptrain"
+"""Begins what is said of one."""
 
 _DISK_HINTS = {
     errno.ENOSPC: "free some space and run it again",
@@ -38,6 +45,7 @@ _MEMORY = (
     "out of memory: try a smaller train.micro_batch_size or data.sequence_length, or spread the model with"
     " parallel.tensor; `ckptrain plan` estimates what is needed"
 )
+_FAULT_TEXT = f"{FAULT}; please report it with its log and the output of `ckptrain doctor --json`."
 
 
 @attrs.frozen(kw_only=True)
@@ -59,11 +67,16 @@ class Failure:
     exit_status: int
     problems: tuple[str, ...] = ()
     trace: str = ""
-    """The traceback, for a fault in ckptrain itself: everything else is told in full by the message."""
+    """The traceback; empty where there was no error in code, as for a word that is no command."""
+    is_fault: bool = False
+    """Whether it is one of ckptrain itself: everything else is told in full by the message."""
+    log: Path | None = None
+    """Where more about it is written."""
 
     def report(self) -> dict[str, Any]:
         """Return the failure in JSON's types."""
-        error = {"kind": self.kind, "message": self.message, "problems": list(self.problems)}
+        log = None if self.log is None else str(self.log)
+        error = {"kind": self.kind, "message": self.message, "problems": list(self.problems), "log": log}
         return {"error": error, "exit_status": self.exit_status}
 
 
@@ -102,33 +115,53 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return how an error is told: what a caller can act on by its message, a fault of ours with its traceback."""
+    """Return how an error is told: what a caller can act on by its message, a fault of ours as one."""
     kind, message = type(error).__name__, str(error)
+    trace = "".join(traceback.format_exception(error))
     if isinstance(error, click.exceptions.Abort):
         return Failure(kind="Interrupted", message="interrupted", exit_status=EXIT_INTERRUPTED)
     if isinstance(error, click.ClickException):
         return Failure(kind=kind, message=_usage(error), exit_status=error.exit_code)
+    if isinstance(error, RankFailed):
+        # The process in which it happened has the traceback, and keeps it; the others say whose it is.
+        here = error.__cause__ is not None
+        said = f"{message}\n{_FAULT_TEXT}" if here else message
+        return Failure(kind=kind, message=said, exit_status=error.exit_status, trace=trace, is_fault=here)
+    if isinstance(error, PhaseError):
+        return Failure(kind=kind, message=message, exit_status=error.exit_status, trace=trace, is_fault=True)
     if isinstance(error, CkptrainError):
         problems = error.problems if isinstance(error, ProblemsError) else ()
-        return Failure(kind=kind, message=message, exit_status=error.exit_status, problems=problems)
+        return Failure(kind=kind, message=message, exit_status=error.exit_status, problems=problems, trace=trace)
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "ckptrain":
+        from ckptrain.installed import EVERYTHING
+
+        package = error.name.partition(".")[0]
+        message = f"the Python package {package} is needed here and not installed: install it, or {EVERYTHING}"
+        return Failure(kind=kind, message=message, exit_status=EXIT_FAILURE, trace=trace)
     if isinstance(error, OSError) and error.errno in _DISK_HINTS:
         where = f" ({error.filename})" if error.filename else ""
         message = f"{error.strerror}{where}; {_DISK_HINTS[error.errno]}"
-        return Failure(kind=kind, message=message, exit_status=EXIT_FAILURE)
+        return Failure(kind=kind, message=message, exit_status=EXIT_FAILURE, trace=trace)
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # torch's, which is not imported for its name
         first = message.splitlines()[0] if message else "no details"
-        return Failure(kind=kind, message=f"{_MEMORY}\n({first})", exit_status=EXIT_FAILURE)
+        return Failure(kind=kind, message=f"{_MEMORY}\n({first})", exit_status=EXIT_FAILURE, trace=trace)
     return Failure(
         kind=kind,
-        message=f"{kind}: {message}\nThis is a fault in ckptrain; please report it with the lines below and the output"
-        " of `ckptrain doctor`.",
+        message=f"{kind}: {message}\n{_FAULT_TEXT}",
         exit_status=EXIT_FAILURE,
-        trace="".join(traceback.format_exception(error)),
+        trace=trace,
+        is_fault=True,
     )
 
 
+def with_log(failure: Failure, environment: Mapping[str, str]) -> Failure:
+    """Keep the traceback of a fault in a file, and say where there is more to read about a failure."""
+    log = write_trace(failure.trace, environment) if failure.is_fault else journal_of_run()
+    return attrs.evolve(failure, log=log)
+
+
 def tell_failure(failure: Failure, environment: Mapping[str, str]) -> None:
-    """Print a failure on stderr; red on a terminal.
+    """Print a failure on stderr, red on a terminal; the traceback only where that is asked for, or kept nowhere.
 
     An error that all processes of a launch share is told in full by the first one. The others, whose stderr may be the
     same terminal, give its first line, so that an error of theirs alone is not lost.
@@ -137,10 +170,12 @@ def tell_failure(failure: Failure, environment: Mapping[str, str]) -> None:
     label, message = "error: ", failure.message
     if rank != "0":
         label = f"error (rank {rank}): "
-        message = message if failure.trace else message.partition("\n")[0]
+        message = message if failure.is_fault else message.partition("\n")[0]
     click.secho(label, fg="red", bold=True, nl=False, err=True)
     click.echo(message, err=True)
-    if failure.trace:
+    if failure.log is not None and (failure.is_fault or rank == "0"):
+        click.echo(f"log: {failure.log}", err=True)
+    if environment.get(DEBUG) == "1" or (failure.is_fault and failure.log is None):
         click.echo(failure.trace, nl=False, err=True)
 
 
@@ -161,6 +196,7 @@ def answer_or_failure(ask: Callable[[], Any]) -> Answer | Failure:
     return found if isinstance(found, Answer) else Answer(report={}, exit_status=int(found or 0))
 
 
-def wants_json(arguments: Sequence[str]) -> bool:
-    """Tell whether stdout is to hold JSON, before the arguments are known to make sense."""
-    return "--json" in arguments
+def wants(option: str, arguments: Sequence[str]) -> bool:
+    """Tell whether a flag that all commands have is given, before the arguments are known to make sense."""
+    words = list(arguments)
+    return option in (words[: words.index("--")] if "--" in words else words)

@@ -14,6 +14,7 @@ import click
 import orjson
 
 from ckptrain import api
+from ckptrain.cli.error_log import keep_logs_in
 from ckptrain.cli.launch import launch
 from ckptrain.cli.launched import is_launched
 from ckptrain.cli.outcome import Answer
@@ -21,6 +22,7 @@ from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.slurm import step_environment
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
+from ckptrain.installed import MEGATRON, require
 
 if TYPE_CHECKING:
     from ckptrain.training.run import RunResult
@@ -59,11 +61,13 @@ def _flags(*, as_json: bool) -> list[str]:
 
 
 def _train(config: RunConfig, run_dir: Path, arguments: Sequence[str], num_processes: int, *, as_json: bool) -> Answer:
+    keep_logs_in(run_dir)
     os.environ.update(step_environment(os.environ))
     quiet_libraries()
     if num_processes > 1 and not is_launched(os.environ):
         # What is refused is refused here, once, before any process loads torch.
         api.plan(config, run_dir=run_dir, world_size=num_processes)
+        require(MEGATRON, "training")
         return _launch(arguments, num_processes, as_json=as_json)
     return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
 

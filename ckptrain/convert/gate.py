@@ -17,7 +17,9 @@ from ckptrain.config.schema import ModelConfig
 from ckptrain.convert.pretrained import local_directory
 from ckptrain.convert.source import AdapterSource
 from ckptrain.errors import ConfigError
+from ckptrain.installed import MEGATRON, is_installed, require
 
+_PACKAGES = (*MEGATRON, "peft")
 AUTO_PARAMETERS = 1_500_000_000
 """Above this, a second copy of the base beside the first is no longer a small thing to ask for."""
 
@@ -46,10 +48,15 @@ def pass_gate(verify: bool | None, source: AdapterSource, check: Callable[[Path]
 
     Raises:
         ConfigError: it is wanted, and the base is not here.
+        PackageMissing: it is wanted, and what computes the logits is not installed.
         AdapterMismatch: what the check raises.
     """
     if verify is False:
         return None, "not asked for"
+    if verify:
+        require(_PACKAGES, "--verify")
+    elif missing := [package for package in _PACKAGES if not is_installed(package)]:
+        return None, f"{', '.join(missing)} would be needed, and is not installed"
     try:
         base = base_of(source)
     except ConfigError as error:

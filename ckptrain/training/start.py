@@ -6,8 +6,6 @@ in the configuration costs no GPU time.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import platform
 import shutil
 from pathlib import Path
@@ -29,6 +27,7 @@ from ckptrain.config.targets import Targets, resolve_targets
 from ckptrain.convert.pretrained import fetch
 from ckptrain.convert.sources import open_source
 from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused, first_problems
+from ckptrain.installed import untested, untested_text, version_of
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, WarmStart, plan_start
 from ckptrain.training.revisions import identify_data
@@ -178,6 +177,8 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
     notes = [*survey.targets.notes, *(survey.notes if isinstance(plan, WarmStart) else ()), *plan.notes]
     if not isinstance(plan, AlreadyDone):
         notes += _space_notes(survey, run_dir)
+        if others := untested():
+            notes.append(untested_text(others))
     return Start(
         plan=attrs.evolve(plan, notes=tuple(notes)),
         checkpoint=newest,
@@ -226,16 +227,5 @@ def _newest_whole(
 
 def versions() -> dict[str, str]:
     """Return the versions that numbers may depend on, of what is installed."""
-    return dict(_installed())
-
-
-@functools.cache
-def _installed() -> dict[str, str]:
-    """Look once: it takes some milliseconds, and every save asks."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: version_of(package) for package in _PACKAGES}
+    return {"python": platform.python_version()} | {package: there for package, there in found.items() if there}

@@ -270,6 +270,19 @@ def test_what_only_another_rank_knows_is_told(launch: Callable[..., Launch]) -> 
     assert "ValueError: the cause" in stderr
 
 
+def test_a_fault_of_another_rank_is_told_with_where_its_traceback_is(launch: Callable[..., Launch]) -> None:
+    """Rank 0 may have failed with the same status, and not know why."""
+    program = """
+        if rank:
+            print("error (rank 1): no\\nThis is a fault in ckptrain; ...\\nlog: error.rank1.log", file=sys.stderr)
+        time.sleep(0 if rank else 0.2)
+        sys.exit(1)
+    """
+    status, _, stderr = launch(program).ended()
+    assert status == 1
+    assert stderr.endswith("log: error.rank1.log\n")
+
+
 def test_an_error_that_all_ranks_share_is_told_once(launch: Callable[..., Launch]) -> None:
     """Rank 0 says it in full; the others' copies are left out, and so is what they print otherwise."""
     program = """
