@@ -58,6 +58,8 @@ OTHERWISE: Mapping[str, Mapping[str, Any]] = {
     "other.yaml": {"train.global_batch_size": 8},
 }
 """What some say besides: where those for the Hub find rows of the same schema; a batch for eight processes."""
+FEW: Mapping[str, int] = {"tickets_train.jsonl": 60, "tickets_val.jsonl": 3}
+"""So many of the quickstart's conversations are left."""
 SFT: Mapping[str, Any] = {
     "sft": {"max_num_steps": 4, "val_period": 2},
     "policy": {
@@ -125,6 +127,9 @@ class Sandbox:
         """Write the examples, small, with a model and rows."""
         shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("__pycache__"))
         (directory / "tools").symlink_to(ROOT / "tools")
+        for name, number in FEW.items():
+            path = directory / "examples/data" / name
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:number]))
         write_llama(directory / "tiny", num_hidden_layers=2)
         (directory / "sft.yaml").write_text(yaml.safe_dump(SFT))
         write_lines(directory / "rows/answers.jsonl", [{"input": "one", "output": "two"}] * 8)
