@@ -81,7 +81,7 @@ def build(config: RunConfig) -> tuple[Any, Any, dict[str, Any]]:
     from ckptrain.config.shape import read_shape
     from ckptrain.config.targets import resolve_targets
     from ckptrain.megatron.adapters import adapter_parameters, attach_adapters, initialise_adapters
-    from ckptrain.megatron.fused.choice import choose_layers, fuse_layers
+    from ckptrain.megatron.fused.choice import apply_choice, choose_layers
     from ckptrain.megatron.model import build_model, open_bridge, torch_dtype
     from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
     from ckptrain.megatron.platform import choose_backend, enter_platform
@@ -99,8 +99,7 @@ def build(config: RunConfig) -> tuple[Any, Any, dict[str, Any]]:
     attach_adapters(model, config.lora, resolve_targets(config.lora, shape))
     initialise_adapters(model, adapter_parameters(model), config.lora, config.train.seed)
     choice = choose_layers(model, config, shape, layout, enter_platform())
-    if choice.fused:
-        fuse_layers(model, config)
+    apply_choice(choice, model, config)
     wrapped = wrap_for_training(model, deterministic=config.train.deterministic)
     optimizer = build_optimizer(wrapped, config.optimizer, torch_dtype(config.model.dtype))
     return wrapped, optimizer, {"backend": backend, "fused": choice.fused, "fused_reason": choice.reason}

@@ -21,6 +21,9 @@ class LayerChoice:
 
     fused: bool
     reason: str
+    graphs: bool = False
+    """Whether their kernels are recorded and launched together (`ckptrain.megatron.fused.graph`)."""
+    graphs_reason: str = "nothing was asked of them"
 
 
 @attrs.frozen(kw_only=True)
@@ -78,6 +81,27 @@ def fused_or_plain(config: RunConfig, obstacle: str | None, *, without_gpu: str 
     return LayerChoice(fused=True, reason="they compute this model and these adapters")
 
 
+def with_graphs(choice: LayerChoice, config: RunConfig, layout: Layout, *, transformer_engine: bool) -> LayerChoice:
+    """Return a choice that says whether CUDA graphs may be used; `transformer_engine` tells whose attention it is.
+
+    Raises:
+        ConfigError: `train.cuda_graphs` is always, and they cannot be.
+    """
+    obstacles = {
+        "train.cuda_graphs is never": config.train.cuda_graphs == "never",
+        "the layers are plain": not choice.fused,
+        "megatron-core's own layers read lengths on the host": not transformer_engine,
+        "train.recompute is full": config.train.recompute == "full",
+        "several processes compute the model": layout.tensor * layout.pipeline * layout.context > 1,
+    }
+    obstacle = next((text for text, found in obstacles.items() if found), None)
+    if obstacle is not None and config.train.cuda_graphs == "always":
+        raise ConfigError(
+            "train.cuda_graphs is always, which is not possible here", [obstacle, "set train.cuda_graphs=auto"]
+        )
+    return attrs.evolve(choice, graphs=obstacle is None, graphs_reason=obstacle or "they can record these layers")
+
+
 def assumed_layers(config: RunConfig, shape: ModelShape, layout: Layout) -> AssumedLayers:
     """Return the layers of a run on a GPU with Transformer Engine, or without both where `model.backend` is local.
 
@@ -94,4 +118,5 @@ def assumed_layers(config: RunConfig, shape: ModelShape, layout: Layout) -> Assu
     )
     # Its attention over packed sequences computes in 16 bits (`ckptrain.megatron.platform.choose_backend`).
     engine = gpu and config.model.dtype == "bfloat16" and not shape.is_local_only
+    choice = with_graphs(choice, config, layout, transformer_engine=engine)
     return AssumedLayers(choice=choice, transformer_engine=engine, gpu=gpu)

@@ -255,6 +255,11 @@ class TrainConfig:
     eval_every_steps: int | None = option(
         "Validate every so many steps; null validates at the start and at the end only.", default=None, at_least=1
     )
+    cuda_graphs: Literal["auto", "always", "never"] = option(
+        "Record the kernels of the fused layers once for each shape and launch them together: the same numbers, and the"
+        " GPU does not wait for Python. It holds the memory of a micro-batch. auto: where the GPU was seen to wait.",
+        default="auto",
+    )
     profile: int | None = option(
         "Profile so many steps, after the second: RUN/profile gets a trace and a table of where they went.",
         default=None,

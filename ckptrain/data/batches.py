@@ -26,7 +26,7 @@ class MicroBatch:
     loss_mask: float32 [1, T], 1.0 where the label is learnt
     position_ids: int64 [1, T], from 0 in each sequence
     cu_seqlens: int32 [S + 1], where each sequence begins; the first is 0 and the last is T
-    max_seqlen: the longest sequence, padding included; never above the row's sequence length
+    max_seqlen: no sequence is longer, padding included; never above the row's sequence length
     num_learnt: the sum of loss_mask, what a loss is averaged over
     sample_ids: indices into `Dataset.samples`, in order; sequences beyond them are padding
     """
@@ -72,7 +72,7 @@ def assemble(dataset: Dataset, rows: Sequence[Row], layout: BatchLayout) -> Micr
     samples = [dataset.samples[index] for index in sample_ids]
     lengths = [sample.num_tokens for sample in samples]
     num_tokens = layout.tokens_for(sum(lengths), dataset.sequence_length)
-    lengths += _padding(num_tokens - sum(lengths), dataset.sequence_length)
+    lengths += padding_lengths(num_tokens - sum(lengths), dataset.sequence_length)
     tokens = np.zeros(num_tokens, dtype=np.int64)
     labels = np.zeros(num_tokens, dtype=np.int64)
     loss_mask = np.zeros(num_tokens, dtype=np.float32)
@@ -95,7 +95,7 @@ def assemble(dataset: Dataset, rows: Sequence[Row], layout: BatchLayout) -> Micr
     )
 
 
-def _padding(num_tokens: int, sequence_length: int) -> list[int]:
+def padding_lengths(num_tokens: int, sequence_length: int) -> list[int]:
     """Cut padding into sequences of at most a row's length: attention and rotary tables then stay as short as ever."""
     full, rest = divmod(num_tokens, sequence_length)
     return [sequence_length] * full + ([rest] if rest else [])

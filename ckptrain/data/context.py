@@ -26,7 +26,7 @@ class ContextPart:
     origin: int64 [P], where in the micro-batch each token is; PADDING for padding
     cu_seqlens: int32 [S + 1], where each sequence begins in the micro-batch
     cu_seqlens_padded: int32 [S + 1], where each begins in the padded row; the last is C * P
-    max_seqlen: the longest sequence, padding included
+    max_seqlen: no sequence is longer, padding included
     """
 
     tokens: torch.Tensor
@@ -87,7 +87,7 @@ def context_part(batch: MicroBatch, rank: int, num_processes: int, whole_length:
         origin=origin,
         cu_seqlens=_boundaries(lengths),
         cu_seqlens_padded=_boundaries(padded),
-        max_seqlen=int(padded.max()),
+        max_seqlen=max(int(padded.max()), batch.max_seqlen),
     )
 
 

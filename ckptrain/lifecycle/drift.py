@@ -119,6 +119,7 @@ RULES: Mapping[str, Rule] = {
     "train.recompute": _noted("computes again what would be kept: the same training up to rounding"),
     "train.max_minutes": _free(_STOPPING),
     "train.eval_every_steps": _free(_STOPPING),
+    "train.cuda_graphs": _noted("launches the same kernels over other padding: the same training up to rounding"),
     "train.profile": _free(_TELLING),
     "checkpoint.every_steps": _free(_SAVING),
     "checkpoint.keep_last": _free(_SAVING),

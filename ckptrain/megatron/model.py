@@ -88,6 +88,8 @@ def build_model(bridge: Any, config: RunConfig, layout: Layout, backend: Backend
         model.rotary_pos_emb.seq_len_interpolation_factor = None  # linear scaling is in the frequencies already
     # How the step is to describe packed sequences: Transformer Engine's kernels know THD, our attention needs no name.
     model.config.packed_format = "sbhd" if backend == "local" else "thd"
+    # Recorded layers (`ckptrain.megatron.fused.graph`) want micro-batches of few shapes.
+    model.config.few_shapes = False
     # On a GPU the logits of a micro-batch can be most of the memory; a family may do more to them than one product.
     is_alone = enter_platform().is_cuda and layout.tensor == 1
     model.config.loss_in_portions = is_alone and model.post_process and not model.output_layer._forward_hooks

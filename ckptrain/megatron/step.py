@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from ckptrain.data.batches import MicroBatch
 from ckptrain.data.context import ContextPart, context_part, padded_length
+from ckptrain.data.shapes import of_few_shapes
 from ckptrain.megatron.dora import norms_kept
 from ckptrain.megatron.fused.choice import adapters_changed
 from ckptrain.megatron.fused.loss import linear_cross_entropy
@@ -165,7 +166,10 @@ def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bool, forward: Any) -> list[Any]:
-    parts = _cut(batches, into_slices=get_model_config(model).sequence_parallel)
+    config = get_model_config(model)
+    if config.few_shapes and not forward_only:
+        batches = [of_few_shapes(batch, config.seq_length) for batch in batches]
+    parts = _cut(batches, into_slices=config.sequence_parallel)
     adapters_changed(model)
     with norms_kept(model):
         results: list[Any] = get_forward_backward_func()(

@@ -32,6 +32,7 @@ from ckptrain.lifecycle.fit import data_problems
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
+from ckptrain.megatron.fused.choice import release_graphs
 from ckptrain.megatron.world import open_process_group
 from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.evaluation import answer_sample, validation_loss
@@ -180,6 +181,8 @@ class _Run:
                     with contextlib.suppress(Exception):
                         self._tell_outcome(saver.wait())
                     raise
+                finally:
+                    release_graphs(setup.model)
 
     def _tell_data(self, data: DataSetup) -> None:
         self.journal.record("data", train=attrs.asdict(data.train.summary))

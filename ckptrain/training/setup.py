@@ -20,7 +20,7 @@ from ckptrain.lifecycle.facts import DataIdentity
 from ckptrain.lifecycle.phases import Lifecycle, Phase
 from ckptrain.megatron import world
 from ckptrain.megatron.adapters import AdapterParameter, adapter_parameters, attach_adapters, initialise_adapters
-from ckptrain.megatron.fused.choice import choose_layers, fuse_layers
+from ckptrain.megatron.fused.choice import apply_choice, choose_layers
 from ckptrain.megatron.model import build_model, load_base_weights, open_bridge, torch_dtype
 from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
 from ckptrain.megatron.platform import choose_backend, enter_platform, reproducible
@@ -147,14 +147,15 @@ def set_up_model(
     initialise_adapters(model, adapters, config.lora, config.train.seed)
     trainable = sum(adapter.parameter.numel() for adapter in adapters)
     choice = choose_layers(model, config, survey.shape, survey.layout, platform)
-    if choice.fused:
-        fuse_layers(model, config)
+    apply_choice(choice, model, config)
     lifecycle.advance(
         Phase.ADAPTER_ATTACHED,
         modules=len(survey.targets.modules),
         parameters_on_rank0=trainable,
         fused=choice.fused,
         fused_reason=choice.reason,
+        cuda_graphs=choice.graphs,
+        cuda_graphs_reason=choice.graphs_reason,
     )
     clock.mark("adapters")
     wrapped = wrap_for_training(model, deterministic=config.train.deterministic)

@@ -18,7 +18,7 @@ from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import config_problems, unproven
 from ckptrain.config.estimate import checkpoint_bytes
-from ckptrain.config.fusion import fused_or_plain, fusion_obstacle
+from ckptrain.config.fusion import fused_or_plain, fusion_obstacle, with_graphs
 from ckptrain.config.identity import BaseIdentity, base_identity, tokenizer_fingerprint
 from ckptrain.config.layout import BatchArithmetic, Layout, batch_arithmetic, layout_of
 from ckptrain.config.schema import LoraConfig, RunConfig
@@ -87,7 +87,8 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
     targets = resolve_targets(config.lora, shape)
     layout = layout_of(config, shape, world_size)
     # Where fused layers are asked for and cannot be, that is said before a GPU is used; what `auto` means, when it is.
-    fused_or_plain(config, fusion_obstacle(config, shape, layout), without_gpu=None)
+    choice = fused_or_plain(config, fusion_obstacle(config, shape, layout), without_gpu=None)
+    with_graphs(choice, config, layout, transformer_engine=config.model.backend != "local")
     data, identity = identify_data(config.data, run_dir)
     return Survey(
         config=attrs.evolve(config, data=data),

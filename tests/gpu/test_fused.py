@@ -95,3 +95,20 @@ def test_runs_are_those_of_the_plain_layers(tmp_path: Path) -> None:
     assert apart(losses["canonical"], losses["canonical plain"]) < 2e-2
     assert 0 < apart(losses["fp8"], losses["plain"]) < 1e-1
     assert losses["fp8"][-1] < 0.9 * losses["fp8"][0]
+
+
+def test_recorded_steps_are_those_of_the_layers(tmp_path: Path) -> None:
+    """Over packed rows of many lengths, and in 8 bits; and a small model's step is shorter for it."""
+    config = write_run(tmp_path)
+    runs = {
+        "layers": ["train.cuda_graphs=never"],
+        "recorded": ["train.cuda_graphs=always"],
+        "layers in 8 bits": ["train.cuda_graphs=never", "model.fp8=rowwise"],
+        "recorded in 8 bits": ["train.cuda_graphs=always", "model.fp8=rowwise"],
+    }
+    run_each(config, runs, tmp_path)
+    assert phase(tmp_path / "recorded", "ADAPTER_ATTACHED")["cuda_graphs"]
+    for name in ("layers", "layers in 8 bits"):
+        recorded = tmp_path / name.replace("layers", "recorded")
+        assert apart(column(tmp_path / name, "loss"), column(recorded, "loss")) < 2e-2
+    assert min(column(tmp_path / "recorded", "seconds")) < min(column(tmp_path / "layers", "seconds"))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from families import write_family
 from support.launch import launch, run_training
 from support.models import packed, packed_logits, with_model
 from support.records import assert_same_run
+from support.transformer_engine import like_transformer_engine
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+from torch.nn.functional import cosine_similarity
 
 from ckptrain.config.schema import RunConfig
 from ckptrain.data.batches import MicroBatch
@@ -209,54 +209,18 @@ def test_a_step_with_the_loss_in_portions_is_that_with_torchs(tiny_config: Calla
     assert_same_step(found, expected)
 
 
-def as_transformer_engine(
-    lengths: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, packed_seq_params: Any, **_: Any
-) -> Tensor:
-    """Attend as Transformer Engine does in its two formats: rows of [rows, length, heads, ...], or [tokens, heads, ...]."""
-    rows = list(zip(q, k, v, strict=True))
-    if packed_seq_params.qkv_format == "thd":
-        rows = list(zip(*(part.split(list(lengths)) for part in (q, k, v)), strict=True))
-    attended = [
-        scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in row), is_causal=True, enable_gqa=True)
-        for row in rows
-    ]
-    return torch.cat([part[0].transpose(0, 1) for part in attended]).flatten(1)
-
-
-def step_as_on_a_gpu(batch: MicroBatch, setup: ModelSetup) -> Any:
-    """Take a step with attention and angles as Transformer Engine's layers have them."""
-    from megatron.core.utils import get_attr_wrapped_model, get_model_config
-
-    get_model_config(setup.model).packed_format = "thd"
-    rope = get_attr_wrapped_model(setup.model, "rotary_pos_emb").ropes[0]
-    by_position = torch.outer(torch.arange(64.0), rope.frequencies).repeat(1, 2)[:, None, None, :]
-    lengths = tuple(batch.cu_seqlens.diff().tolist())
-    for layer in get_attr_wrapped_model(setup.model, "decoder").layers:
-        fused = layer.forward
-        fused._core = lambda *qkv, **given: as_transformer_engine(lengths, *qkv, **given)
-        layer.forward = _WithAngles(fused, by_position)
-    from ckptrain.megatron.step import train_step
-
-    result = train_step(setup.model, setup.optimizer, [batch])
-    return result, {adapter.name: adapter.parameter.main_grad.clone() for adapter in setup.adapters}
-
-
-class _WithAngles:
-    """Give a fused layer the angles of every position, whatever the model has."""
-
-    def __init__(self, fused: Any, angles: Tensor) -> None:
-        self.fused, self.angles = fused, angles
-
-    def __call__(self, *args: Any, **given: Any) -> Any:
-        return self.fused(*args, **{**given, "rotary_pos_emb": self.angles})
-
-
 def only_step(batch: MicroBatch, setup: ModelSetup) -> Any:
     """Take a step of one micro-batch."""
     from ckptrain.megatron.step import train_step
 
     result = train_step(setup.model, setup.optimizer, [batch])
     return result, {adapter.name: adapter.parameter.main_grad.clone() for adapter in setup.adapters}
+
+
+def step_as_on_a_gpu(batch: MicroBatch, setup: ModelSetup) -> Any:
+    """Take a step so."""
+    like_transformer_engine(setup)
+    return only_step(batch, setup)
 
 
 @pytest.mark.parametrize("lengths", [(5, 40, 1, 27), (16, 16, 16)], ids=["uneven", "even"])

@@ -187,19 +187,17 @@ class FusedLayer:
             self.is_stale = False
         x = hidden_states.squeeze(1)
         cos, sin = angles_of(rotary_pos_emb, packed_seq_params)
-        q, k, v, x = _AttentionInput.apply(
-            x, cos, sin, self._qkv, self._attention_norm, self._heads, *self._qkv.parameters
-        )
+        q, k, v, x = _AttentionInput.apply(x, cos, sin, self._qkv, self._attention_norm, self._heads, *self._qkv.leaves)
         attended = self._attend(q, k, v, packed_seq_params)
-        x = _AttentionOutput.apply(attended, x, self._proj, *self._proj.parameters)
+        x = _AttentionOutput.apply(attended, x, self._proj, *self._proj.leaves)
         x = _MLP.apply(
             x,
             self._fc1,
             self._fc2,
             self._mlp_norm,
             self._recompute_mlp,
-            *self._fc1.parameters,
-            *self._fc2.parameters,
+            *self._fc1.leaves,
+            *self._fc2.leaves,
         )
         # A pipeline stage frees what it has sent on, and megatron-core does not free a view.
         out = make_viewless_tensor(inp=x.unsqueeze(1), requires_grad=x.requires_grad, keep_graph=True)

@@ -112,6 +112,8 @@ class AdaptedWeight:
         self.rank = -(-used // _RANK_MULTIPLE) * _RANK_MULTIPLE
         bias = getattr(linear, "bias", None)  # Transformer Engine has an empty one where there is none
         self.bias: Tensor | None = None if bias is None or not bias.numel() else bias.detach()
+        self.leaves: Sequence[Tensor] = self.parameters
+        """What autograd is told to give the gradients of `parameters` to."""
         self._hold(linear)
 
     def _hold(self, linear: Any) -> None:
