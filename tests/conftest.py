@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +14,9 @@ from ckptrain.config.cache import cache_directory
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 from ckptrain.convert.pretrained import CONVERSION
+
+if TYPE_CHECKING:
+    from support.sandbox import Sandbox
 
 # Machines differ and are shared: how long an example takes says nothing about the code.
 settings.register_profile("ckptrain", deadline=None)
@@ -64,3 +67,19 @@ def tiny_config(tiny_llama: Path, chats: tuple[Path, Path]) -> Callable[..., Run
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    """Return a checkout in small in which the quickstart has run and was exported; to be copied, not used."""
+    from support.documents import words_of
+    from support.sandbox import QUICKSTART, Sandbox
+
+    import ckptrain.megatron.entered
+    import ckptrain.training.run  # noqa: F401  # imported here, before the forks, and so once
+
+    sandbox = Sandbox.make(tmp_path_factory.mktemp("checkout") / "ckptrain")
+    for words in (QUICKSTART, ("ckptrain", "export", "runs/quickstart", "adapter", "--no-verify")):
+        ended = sandbox.run(words_of(*words))
+        assert ended.status == 0, ended.output
+    return sandbox

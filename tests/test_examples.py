@@ -1,9 +1,14 @@
-"""The examples for the Hub, run as they are against a Hub cache and against a directory with rows of the same schema."""
+"""The examples: those for the Hub against a Hub cache and a directory, the others in a checkout in small.
+
+tests/docs runs the commands by which the documentation shows them.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,35 +17,23 @@ import datasets
 import orjson
 import pytest
 from huggingface_hub import constants
-from support.datasets_on_disk import COMMIT, SQUAD_ROWS, put_in_hub_cache, write_parquet
+from reference_examples import LANGUAGES, NEEDS
+from support.datasets_on_disk import COMMIT, put_in_hub_cache
+from support.documents import blocks, pages, words_of
+from support.documents import commands as of_bash
+from support.hub_examples import SQUAD_SPLITS, TULU_SPLITS, write_repository
 from support.launch import launch, run_training
+from support.sandbox import Sandbox
+from transformers import AutoTokenizer
 
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
+from ckptrain.lifecycle.journal import read_journal
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# As in allenai/tulu-3-sft-mixture: some conversations have a system's turn, some go on for longer than others.
-TULU_ROWS = [
-    {
-        "id": f"made_up_{number}",
-        "messages": [
-            *([{"role": "system", "content": "Be short."}] if number % 3 == 0 else []),
-            *(
-                turn
-                for count in range(1 + number % 4)
-                for turn in (
-                    {"role": "user", "content": f"What is {number} + {count}?"},
-                    {"role": "assistant", "content": f"{number + count}" + "." * (number % 40)},
-                )
-            ),
-        ],
-        "source": "made up",
-    }
-    for number in range(600)
-]
 REPOSITORIES = {
-    "squad": ("rajpurkar/squad", {"train": SQUAD_ROWS * 20, "validation": SQUAD_ROWS}),
-    "tulu3": ("allenai/tulu-3-sft-mixture", {"train": TULU_ROWS}),
+    "squad": ("rajpurkar/squad", SQUAD_SPLITS),
+    "tulu3": ("allenai/tulu-3-sft-mixture", TULU_SPLITS),
 }
 
 
@@ -53,13 +46,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return cache
-
-
-def write_repository(directory: Path, splits: dict[str, list[dict[str, Any]]]) -> Path:
-    """Write a Hub repository with a Parquet file a split."""
-    for split, rows in splits.items():
-        write_parquet(directory / f"data/{split}-00000-of-00001.parquet", rows, row_group_size=100)
-    return directory
 
 
 @pytest.fixture
@@ -75,7 +61,8 @@ def example(tiny_llama: Path) -> Callable[..., RunConfig]:
         ]
         shorter = ["data.sequence_length=512", "train.steps=2", "train.global_batch_size=2", "optimizer.warmup_steps=0"]
         often = ["train.eval_every_steps=null", "checkpoint.every_steps=2"]
-        return load_config(EXAMPLES / f"{name}_lora.yaml", [*smaller, *shorter, *often, *overrides])
+        few = ["data.split_validation_size=32"] if name == "tulu3" else []
+        return load_config(EXAMPLES / f"{name}_lora.yaml", [*smaller, *shorter, *often, *few, *overrides])
 
     return make
 
@@ -128,3 +115,77 @@ def test_an_example_trains_on_a_directory_with_rows_of_the_same_schema(
     runs = [read_metrics(tmp_path / run) for run in ("from_directory", "from_hub")]
     losses = [[line.get("loss", line.get("val_loss")) for line in measured] for measured in runs]
     assert losses[0] == losses[1]
+
+
+def test_the_template_for_llama_says_which_turns_are_learnt(tiny_llama: Path) -> None:
+    """Llama 3's format, character by character, and the answers with the token that ends them are learnt."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.bos_token = "<|endoftext|>"
+    template = (EXAMPLES / "templates/llama3.jinja").read_text()
+    turns = [{"role": "system", "content": "Be short. "}, *TULU_SPLITS["train"][1]["messages"]]
+    text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    spoken = "".join(
+        f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n{turn['content'].strip()}<|eot_id|>" for turn in turns
+    )
+    assert text == f"<|endoftext|>{spoken}"
+    found = tokenizer.apply_chat_template(
+        turns, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    learnt = [token for token, learns in zip(found["input_ids"], found["assistant_masks"], strict=True) if learns]
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    assert tokenizer.decode(learnt) == "".join(f"{answer}<|eot_id|>" for answer in answers)
+
+
+def test_every_example_is_shown_and_run() -> None:
+    """Each is in the reference, and its command in a page, where tests/docs runs it; two are run below."""
+    shown = {path for path in EXAMPLES.rglob("*") if path.is_file() and path.suffix in LANGUAGES}
+    assert {path.relative_to(EXAMPLES).as_posix() for path in shown} == NEEDS.keys()
+    said = [command.words for page in pages() for block in blocks(page) for command in of_bash(block)]
+    runnable = {f"examples/{name}" for name in NEEDS if not name.startswith(("templates/", "make_tickets"))}
+    assert runnable - {"examples/train_on.yaml"} <= {word for words in said for word in words}
+
+
+def test_an_embedded_run_stops_by_its_rule(checkout: Sandbox, tmp_path: Path) -> None:
+    """With a learning rate that changes nothing the validation loss stays flat: two validations, and it stops."""
+    sandbox = checkout.copy(tmp_path / "checkout", with_runs=False)
+    words = ("python", "examples/embed.py", "optimizer.lr=1e-30", "train.steps=6")
+    ended = sandbox.run(words_of(*words))
+    assert ended.status == 0, ended.output
+    assert "stops: the file" in ended.output
+    assert "FreshStart: stopped at step 4" in ended.output
+    assert not (sandbox.directory / "runs/embedded/stop").exists()
+
+
+def test_a_warm_start_goes_on_from_an_export(checkout: Sandbox, tmp_path: Path) -> None:
+    """The command at the head of train_on.yaml, and what it takes over."""
+    sandbox = checkout.copy(tmp_path / "checkout", with_runs=True)
+    for words in (
+        ("ckptrain", "export", "runs/quickstart", "runs/tickets-peft", "--no-verify"),
+        ("ckptrain", "run", "examples/train_on.yaml"),
+    ):
+        ended = sandbox.run(words_of(*words))
+        assert ended.status == 0, ended.output
+    journal = read_journal(sandbox.directory / "runs/train_on/journal.jsonl")
+    assert [entry["plan"] for entry in journal if entry["event"] == "plan"] == ["WarmStart"]
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, False), (69, False), (75, True)])
+def test_the_slurm_script_requeues_a_run_that_stopped_early(status: int, requeued: bool, tmp_path: Path) -> None:
+    """And only such a run; its status is the job's in any case, and all that it is given goes to ckptrain."""
+    for name, script in {
+        "srun": f'printf "%s\\n" "$@" >>"$LOG"; exit {status}',
+        "scontrol": 'printf "scontrol %s %s\\n" "$@" >>"$LOG"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+    done = subprocess.run(
+        ["bash", EXAMPLES / "slurm.sh", "CONFIG", "train.steps=9", "--run-dir", "runs/of mine"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "17"},
+        check=False,
+    )
+    assert done.returncode == status
+    srun, *after = log.read_text().split("\nruns/of mine\n")
+    options = ["--kill-on-bad-exit=0", "--wait=300"]
+    assert srun.split("\n") == [*options, "ckptrain", "run", "CONFIG", "train.steps=9", "--run-dir"]
+    assert after == (["scontrol requeue 17\n"] if requeued else [""])
