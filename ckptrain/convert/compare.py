@@ -40,13 +40,16 @@ _ROUNDING = 1e-6
 _ONE_PROCESS = Layout(tensor=1, pipeline=1, context=1, expert=1, data=1)
 
 
-def check_adapter(source: AdapterSource, base: Path, adapter: Path, *, has_effect: bool) -> Gate:
+def check_adapter(
+    source: AdapterSource, base: Path, adapter: Path, *, rounded_to: torch.dtype, has_effect: bool
+) -> Gate:
     """Compare an adapter under Megatron with the PEFT directory that was made of it.
 
     Args:
         source: what was exported.
         base: the base as a Hugging Face directory.
         adapter: the PEFT directory.
+        rounded_to: the type that its weights have lost digits to; float32 where none were lost.
         has_effect: whether the adapter's matrices are such that logits must change.
 
     Raises:
@@ -54,7 +57,7 @@ def check_adapter(source: AdapterSource, base: Path, adapter: Path, *, has_effec
     """
     batch = probe_batch(source.shape.vocab_size)
     alone, adapted = peft_logits(base, adapter, batch)
-    return _judge(source, base, batch, alone, adapted, dtype=torch.float32, has_effect=has_effect)
+    return _judge(source, base, batch, alone, adapted, dtype=rounded_to, has_effect=has_effect)
 
 
 def check_merged(source: AdapterSource, base: Path, merged: Path, *, dtype: torch.dtype, has_effect: bool) -> Gate:

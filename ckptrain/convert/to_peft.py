@@ -80,6 +80,8 @@ class Effect:
     dtype: torch.dtype
     norm: float = 0.0
     """The sum over modules of the Frobenius norm of scale B A."""
+    is_rounded: bool = False
+    """Whether a weight is not in `dtype` what it was."""
     problems: list[str] = attrs.field(factory=list)
 
     def add(self, module: Module, lora_a: Tensor, lora_b: Tensor, magnitudes: Tensor | None = None) -> None:
@@ -94,6 +96,7 @@ class Effect:
                 self.problems.append(f"{name} holds NaN or infinity: export an earlier checkpoint")
             elif not torch.tensor(largest, dtype=self.dtype).isfinite():
                 self.problems.append(f"{name} is too large for {self.dtype}: export as float32")
+            self.is_rounded |= not torch.equal(tensor.to(self.dtype).to(tensor.dtype), tensor)
 
 
 def export_adapter(
@@ -136,10 +139,11 @@ def export_adapter(
             raise ProblemsError(f"cannot export {source.path} for vLLM", first_problems(problems))
         config = _peft_config(source, modules)
         with published(out, overwrite=overwrite) as staging:
-            tensors, effect = _write_weights(staging / WEIGHTS_NAME, source, modules, dtype)
+            tensors, found = _write_weights(staging / WEIGHTS_NAME, source, modules, dtype)
+            effect = found.norm
             write_json(staging / CONFIG_NAME, config)
             num_bytes = (staging / WEIGHTS_NAME).stat().st_size
-            gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, effect))
+            gate, why = pass_gate(verify, source, lambda base: _compare(source, base, staging, found))
             facts = {
                 "dtype": dtype,
                 "tensors": tensors,
@@ -176,10 +180,11 @@ def _warning(source: AdapterSource, effect: float) -> str | None:
     return f"the adapter changes nothing: {nothing}"
 
 
-def _compare(source: AdapterSource, base: Path, written: Path, effect: float) -> Gate:
+def _compare(source: AdapterSource, base: Path, written: Path, effect: Effect) -> Gate:
     from ckptrain.convert.compare import check_adapter  # needs Megatron, which an export does not
 
-    return check_adapter(source, base, written, has_effect=effect > 0)
+    rounded_to = effect.dtype if effect.is_rounded else torch.float32
+    return check_adapter(source, base, written, rounded_to=rounded_to, has_effect=effect.norm > 0)
 
 
 def check_whole(source: AdapterSource, verb: str) -> None:
@@ -211,7 +216,7 @@ def read_modules(
             del matrices  # before the next layer's are read
 
 
-def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module], dtype: str) -> tuple[int, float]:
+def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module], dtype: str) -> tuple[int, Effect]:
     """Write matrices and magnitudes as they come; returns how many, and the adapter's effect.
 
     Raises:
@@ -240,7 +245,7 @@ def _write_weights(path: Path, source: AdapterSource, modules: Sequence[Module],
             stream.write(key, torch.zeros(declared[key].shape, dtype=target))
     if effect.problems:
         raise ProblemsError(f"cannot export {source.path}", first_problems(effect.problems))
-    return len(declared), effect.norm
+    return len(declared), effect
 
 
 def _key(layer: str, half: str) -> str:

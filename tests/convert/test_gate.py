@@ -51,6 +51,29 @@ def test_a_right_export_and_a_right_merge_get_through(
         assert (written["difference"], written["effect"]) == (gate.difference, gate.effect)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_in_16_bits_gets_through_by_its_own_tolerance(
+    dtype: str, base_of: BaseOf, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained in float32 has lost digits, more than float32 may; another order of rows is caught all the same."""
+    checkpoint = save(base_of("llama"), ALL_LINEAR)
+
+    def on_rank(out: str) -> Any:
+        return export_adapter(checkpoint.path, tmp_path / out, dtype=dtype, verify=True).gate
+
+    [gate] = launch(1, lambda: on_rank("adapter"))
+    [exact] = launch(1, lambda: export_adapter(checkpoint.path, tmp_path / "exact", verify=True).gate)
+    assert 3 * exact.difference < gate.difference < gate.allowed / 5
+    assert gate.allowed > 50 * exact.allowed
+    from ckptrain.convert import unfuse
+
+    right = unfuse.unfuse_rows
+    spoilt = lambda short, matrix, shape: swap_gate_and_up(short, right(short, matrix, shape))  # noqa: E731
+    monkeypatch.setattr(unfuse, "unfuse_rows", spoilt)
+    with pytest.raises(AdapterMismatch, match=r"differ by .* from those under Megatron"):
+        launch(1, lambda: on_rank("wrong"))
+
+
 def swap_gate_and_up(short: str, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Return the parts of a fused layer in another order."""
     return rows[::-1] if short == "linear_fc1" else rows
