@@ -20,7 +20,7 @@ class MetricsFile(Observer):
     """RUN/metrics.jsonl: one object a line with `step` and what was measured then."""
 
     def __init__(self, path: Path, *, last_step: int, every_steps: int) -> None:
-        """Open the file for a run that has done `last_step` steps; what a lost stretch wrote after them is set aside."""
+        """Open the file for a run that has done `last_step` steps; lines of a lost stretch after them are set aside."""
         self._every_steps = every_steps
         if path.exists():
             _set_aside_lines_after(path, last_step)
@@ -52,40 +52,45 @@ def lost_path(path: Path) -> Path:
 
 def _set_aside_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to `step`; those after it belong to steps that are made again, and a torn last line to none."""
-    lines = _objects(path.read_bytes())
-    lost = [values for _, values in lines if values.get("step", 0) > step]
+    lines = _objects(path)
+    lost = [values for _, values in lines if _whole(values, "step") > step]
     if lost:
         _add_stretch(lost_path(path), lost, step)
-    _replace(path, b"".join(line + b"\n" for line, values in lines if values.get("step", 0) <= step))
+    _replace(path, b"".join(line for line, values in lines if _whole(values, "step") <= step))
 
 
 def _add_stretch(path: Path, lines: list[dict[str, Any]], step: int) -> None:
     """Add lines as one more stretch; not again where a start died after this and before the lines left their file."""
-    known = path.read_bytes() if path.exists() else b""
-    stretches = [values for _, values in _objects(known)]
-    newest = max((values.get("stretch", 0) for values in stretches), default=0)
-    if [_measured(values) for values in stretches if values.get("stretch") == newest] == lines:
+    known = _objects(path)
+    newest = max((_whole(values, "stretch") for _, values in known), default=0)
+    if [_measured(values) for _, values in known if _whole(values, "stretch") == newest] == lines:
         return
     lost_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     where = {"stretch": newest + 1, "resumed_from": step, "lost_at": lost_at}
-    _replace(path, known + b"".join(orjson.dumps({**where, **line}) + b"\n" for line in lines))
+    added = [orjson.dumps({**where, **line}) + b"\n" for line in lines]
+    _replace(path, b"".join([*(line for line, _ in known), *added]))
 
 
 def _measured(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("stretch", "resumed_from", "lost_at")}
 
 
-def _objects(content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return the lines that are whole, each as it stands and as what it says."""
+def _objects(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the lines that are whole, each as it stands and as what it says; a file that is not there has none."""
     found = []
-    for line in content.splitlines():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             values = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
         if isinstance(values, dict):
-            found.append((line, values))
+            found.append((line + b"\n", values))
     return found
+
+
+def _whole(values: dict[str, Any], key: str) -> int:
+    value = values.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -43,7 +43,7 @@ class Continuation:
 
 def continuations(starts: Sequence[Start], measured: Measured) -> list[Continuation]:
     """Judge every resume of a run."""
-    return [_continuation(start, starts, measured) for start in starts if start.plan == "Resume"]
+    return [_continuation(start, measured) for start in starts if start.plan == "Resume"]
 
 
 def health(state: Mapping[str, Any], starts: Sequence[Start], measured: Measured) -> list[Remark]:
@@ -64,8 +64,8 @@ def worst(judged: Iterable[Remark | Continuation]) -> str:
     return BAD if BAD in levels else WARN if WARN in levels else GOOD
 
 
-def _continuation(start: Start, starts: Sequence[Start], measured: Measured) -> Continuation:
-    made = measured.made_by(start.number, starts)
+def _continuation(start: Start, measured: Measured) -> Continuation:
+    made = measured.made[start.number]
     checks = [*_receipt(start), *_steps(start, made), *_rate(start, made)]
     overlap, verdict = _overlap(start, measured, made)
     checks += overlap or _seam(start, measured, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,18 +32,12 @@ class Measured:
     kept: tuple[Row, ...]
     """What counts: each step once."""
     lost: tuple[Stretch, ...]
+    made: Mapping[int, Mapping[int, Row]]
+    """By start, the steps that it made, whatever became of them."""
 
     def points(self, key: str) -> list[Point]:
         """Return (step, value) of what counts."""
         return points_of(self.kept, key)
-
-    def made_by(self, number: int, starts: Sequence[Start]) -> dict[int, Row]:
-        """Return the steps that one start made, whatever became of them."""
-        made = {row["step"]: row for row in _steps(self.kept) if _maker(row["step"], starts) == number}
-        for stretch in self.lost:
-            earlier = [start for start in starts if start.number < stretch.lost_to]
-            made |= {row["step"]: row for row in _steps(stretch.rows) if _maker(row["step"], earlier) == number}
-        return dict(sorted(made.items()))
 
 
 def read_measured(metrics: Sequence[Row], lost: Sequence[Row], starts: Sequence[Start]) -> Measured:
@@ -51,17 +46,16 @@ def read_measured(metrics: Sequence[Row], lost: Sequence[Row], starts: Sequence[
     for row in _with_step(lost):
         if isinstance(row.get("stretch"), int):
             groups.setdefault(row["stretch"], []).append(row)
-    return Measured(
-        kept=tuple(sorted(_with_step(metrics), key=lambda row: row["step"])),
-        lost=tuple(
-            Stretch(
-                resumed_from=int(number_of(rows[0].get("resumed_from")) or 0),
-                lost_to=_loser(rows[0], starts),
-                rows=tuple(rows),
-            )
-            for _, rows in sorted(groups.items())
-        ),
+    kept = tuple(sorted(_with_step(metrics), key=lambda row: row["step"]))
+    stretches = tuple(
+        Stretch(
+            resumed_from=int(number_of(rows[0].get("resumed_from")) or 0),
+            lost_to=_loser(rows[0], starts),
+            rows=tuple(rows),
+        )
+        for _, rows in sorted(groups.items())
     )
+    return Measured(kept=kept, lost=stretches, made=_made(kept, stretches, starts))
 
 
 def points_of(rows: Iterable[Row], key: str) -> list[Point]:
@@ -101,9 +95,26 @@ def _steps(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "loss" in row]
 
 
-def _maker(step: int, starts: Sequence[Start]) -> int:
-    """Return which start made a step: the last one that began before it, since each makes all that follow its own."""
-    return next((start.number for start in reversed(starts) if start.trains and start.step < step), 0)
+def _made(kept: Sequence[Row], lost: Sequence[Stretch], starts: Sequence[Start]) -> dict[int, dict[int, Row]]:
+    made: dict[int, dict[int, Row]] = {start.number: {} for start in starts}
+    _add_made(made, kept, starts)
+    for stretch in lost:
+        _add_made(made, stretch.rows, [start for start in starts if start.number < stretch.lost_to])
+    return {number: dict(sorted(rows.items())) for number, rows in made.items()}
+
+
+def _add_made(made: dict[int, dict[int, Row]], rows: Iterable[Row], starts: Iterable[Start]) -> None:
+    """Give each step to the last start that began before it, since each makes all that follow its own beginning."""
+    last: list[Start] = []
+    for start in starts:
+        if start.trains:
+            while last and last[-1].step >= start.step:
+                last.pop()
+            last.append(start)
+    for row in _steps(rows):
+        index = bisect.bisect_left(last, row["step"], key=lambda start: start.step)
+        if index:
+            made[last[index - 1].number][row["step"]] = row
 
 
 def _loser(row: Row, starts: Sequence[Start]) -> int:

@@ -120,7 +120,11 @@
     const values = chart.series.flatMap((series) => series.y).filter((y) => !log || y > 0);
     let [low, high] = values.reduce(([a, b], y) => [Math.min(a, y), Math.max(b, y)], [Infinity, -Infinity]);
     if (!log && low > 0 && low < 0.5 * high) low = 0;
-    if (low !== high && !log) high += (high - low) * 0.04;
+    if (low !== high && !log) {
+      const room = (high - low) * 0.05;
+      high += room;
+      if (low !== 0) low -= room;
+    }
     if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
     const [x0, x1] = range[0] === range[1] ? [range[0] - 1, range[1] + 1] : range;
     const scale = (y) => log ? (Math.log(y) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (y - low) / (high - low);
@@ -189,7 +193,7 @@
       const name = series.kind === "lost" ? "lost, made again" : series.name;
       if (!named.has(name)) named.set(name, series);
     }
-    if (named.size > 1 || several) {
+    if (chart.id === "loss") {
       for (const [name, series] of named) {
         const entry = html("span", legend);
         const line = html("i", entry, undefined, series.kind);

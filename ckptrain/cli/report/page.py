@@ -14,7 +14,7 @@ import ckptrain
 from ckptrain.cli.report.charts import charts_of, timeline_of
 from ckptrain.cli.report.judged import BAD, GOOD, WARN, Continuation, worst
 from ckptrain.cli.report.run import ReportedRun
-from ckptrain.cli.report.story import Save, Start
+from ckptrain.cli.report.story import Save, Start, number_of, text_of
 from ckptrain.cli.wording import bytes_text, duration_text, plural
 
 _MOST_SAVES, _MOST_ENTRIES, _MOST_CHECKPOINTS = 100, 200, 12
@@ -48,7 +48,7 @@ def page_of(runs: Sequence[ReportedRun], now: datetime | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": _bytes, "duration": _duration, "shown": _shown, "count": _count}
+    environment.filters |= {"bytes": _bytes, "duration": _duration, "shown": _shown, "count": _count, "figure": _figure}
     script, style = _asset("page.js"), _asset("page.css")
     return environment.get_template("page.html.j2").render(
         # Both are files of this package, and the only things that are put in as they are.
@@ -100,7 +100,11 @@ def _view(run: ReportedRun) -> dict[str, Any]:
         "lineage": list(_lineage(run)),
         "config": _sections(run.config),
         "manifests": run.manifests,
-        "samples": [sample for start in starts for sample in start.samples],
+        "samples": [
+            {key: text_of(sample.get(key)) for key in ("step", "prompt", "reference", "answer")}
+            for start in starts
+            for sample in start.samples
+        ],
         "journal": [_entry(entry) for entry in run.journal[-_MOST_ENTRIES:]],
         "journal_left_out": max(0, len(run.journal) - _MOST_ENTRIES),
         "changed": any(start.changes or start.notes for start in starts),
@@ -109,7 +113,8 @@ def _view(run: ReportedRun) -> dict[str, Any]:
 
 
 def _percent(state: Mapping[str, Any]) -> float | None:
-    return None if not state["steps"] else min(100.0, 100.0 * state["step"] / state["steps"])
+    step, steps = number_of(state["step"]), number_of(state["steps"])
+    return min(100.0, 100.0 * step / steps) if step is not None and steps else None
 
 
 def _resume(resume: Continuation) -> dict[str, Any]:
@@ -188,7 +193,7 @@ def _lineage(run: ReportedRun) -> Iterable[dict[str, Any]]:
         if not start.trains:
             continue
         level, end = _STATES.get(start.end, (WARN, start.end))
-        made = [row["step"] for row in run.measured.made_by(start.number, run.starts).values()]
+        made = [row["step"] for row in run.measured.made[start.number].values()]
         steps = f"steps {min(made):,} to {max(made):,}" if made else "no step recorded"
         came = f"from step {start.step:,}, " if start.plan == "Resume" else ""
         reason = f" ({start.end_reason})" if start.end_reason else ""
@@ -253,5 +258,11 @@ def _duration(value: float | None) -> str:
     return "-" if value is None else duration_text(value)
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
+def _count(value: object) -> str:
+    number = number_of(value)
+    return str(value) if number is None else f"{number:,.0f}"
+
+
+def _figure(value: object) -> str:
+    number = number_of(value)
+    return str(value) if number is None else f"{number:.4g}"

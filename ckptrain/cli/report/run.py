@@ -11,10 +11,10 @@ import attrs
 from ckptrain.checkpoint.contents import stored_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
-from ckptrain.lifecycle.journal import read_lines
 from ckptrain.cli.report.judged import Continuation, Remark, continuations, health
 from ckptrain.cli.report.measured import Measured, read_measured
 from ckptrain.cli.report.story import Start, read_story
+from ckptrain.lifecycle.journal import read_lines
 
 
 @attrs.frozen(kw_only=True)
