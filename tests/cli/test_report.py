@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -173,7 +172,7 @@ def test_what_is_wrong_with_a_run_is_told_at_the_top(ask_json: AskJson, run_dir:
     [run] = ask_json("report", run_dir)["runs"]
     bad = [remark["text"] for remark in run["health"] if remark["level"] == "bad"]
     assert "the last start failed: the loss is nan" in bad
-    assert "the loss was no number in 1 steps, first in step 20" in bad
+    assert "the loss was no number in 1 step, first in step 20" in bad
     assert "1 of 1 saves failed: the disk is full" in bad
     assert any(text.startswith("step-00000050 is damaged: ") for text in bad)
     warned = [remark["text"] for remark in run["health"] if remark["level"] == "warn"]
@@ -308,13 +307,20 @@ def test_what_is_no_run_and_what_cannot_be_written_is_told(ask: Ask, run_dir: Pa
     assert "choose another place with --out" in unwritable.stderr
 
 
-def test_a_report_loads_nothing_heavy(run_dir: Path) -> None:
-    """It answers at once, also where torch is broken."""
-    code = (
-        "import sys, ckptrain.cli.main as m\n"
-        f"sys.argv = ['ckptrain', 'report', {str(run_dir)!r}]\n"
-        "try:\n    m.main()\nfinally:\n"
-        "    print('heavy', [name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "heavy []" in done.stdout
+def test_exports_are_in_the_lineage_and_no_part_of_a_start(
+    ask: Ask, ask_json: AskJson, run_dir: Path, save: Save, tmp_path: Path
+) -> None:
+    """Whenever they are made: a start that ended long ago has not lasted until then."""
+    tell_a_killed_run(run_dir)
+    save(10)
+    assert ask("export", run_dir, tmp_path / "adapter", "--no-verify").exit_code == 0
+    [run] = ask_json("report", run_dir)["runs"]
+    assert [one["lasted_s"] for one in run["starts"]] == [15.0, 21.0, 30.0]
+    lineage = re.findall(r'<span class="kind">(\w+)</span><span class="what"><b class="break">(.*?)</b>', read(run_dir))
+    assert lineage[0] == ("base", str(tmp_path / "model"))
+    assert lineage[-2:] == [("checkpoint", "step-00000010"), ("export", str(tmp_path / "adapter"))]
+
+
+def read(run_dir: Path) -> str:
+    """Return the page of a run."""
+    return (run_dir / "report.html").read_text()

@@ -10,6 +10,7 @@ import attrs
 
 from ckptrain.cli.report.measured import Measured, points_of
 from ckptrain.cli.report.story import Start, number_of
+from ckptrain.cli.wording import plural
 
 GOOD, WARN, BAD = "good", "warn", "bad"
 _SAME_LR = 1e-6
@@ -134,7 +135,7 @@ def _overlap(start: Start, measured: Measured, made: Mapping[int, Any]) -> tuple
     both = [(step, lost[step], again[step]) for step in sorted(lost.keys() & again.keys())]
     if not both:
         return [], "continued"
-    steps = f"{len(both)} step{'s' if len(both) > 1 else ''} made again ({_range(both[0][0], both[-1][0])})"
+    steps = f"{plural(len(both), 'step')} made again ({_range(both[0][0], both[-1][0])})"
     if all(before == after for _, before, after in both):
         return [Remark(level=GOOD, text=f"{steps} with the same loss to the last bit")], "exact"
     step, before, after = max(both, key=lambda values: abs(values[1] - values[2]))
@@ -176,7 +177,9 @@ def _numbers(measured: Measured) -> Iterator[Remark]:
     steps = [row for row in measured.kept if "loss" in row]
     wrong = [row["step"] for row in steps if number_of(row["loss"]) is None]
     if wrong:
-        yield Remark(level=BAD, text=f"the loss was no number in {len(wrong)} steps, first in step {wrong[0]:,}")
+        yield Remark(
+            level=BAD, text=f"the loss was no number in {plural(len(wrong), 'step')}, first in step {wrong[0]:,}"
+        )
     losses = measured.points("loss")
     if len(losses) >= 4:
         part = max(1, len(losses) // 10)
@@ -215,7 +218,7 @@ def _saving(starts: Sequence[Start]) -> Iterator[Remark]:
         share = stalled_s / (trained_s + stalled_s)
         yield Remark(
             level=WARN if share > _STALLED else GOOD,
-            text=f"{len(done)} checkpoints saved, which stopped training for {share:.2%} of its time",
+            text=f"{plural(len(done), 'checkpoint')} saved, which stopped training for {share:.2%} of its time",
         )
 
 

@@ -27,7 +27,7 @@
     if (size === 0) return "0";
     if (size >= 1e6) return value.toExponential(2);
     if (size >= 1000) return Math.round(value).toLocaleString("en");
-    if (size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
+    if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
     return String(Number(value.toPrecision(4)));
   }
 
@@ -136,16 +136,20 @@
     }
     for (const tick of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) {
       if (Number.isInteger(tick)) {
-        svg("text", { x: X(tick), y: height - 6, "text-anchor": "middle" }, root, tick.toLocaleString("en"));
+        const anchor = X(tick) > width - 30 ? "end" : "middle";
+        const x = anchor === "end" ? Math.min(width, X(tick) + 12) : X(tick);
+        svg("text", { x, y: height - 6, "text-anchor": anchor }, root, tick.toLocaleString("en"));
       }
     }
     svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }, root);
+    // Of very many restarts only the place is marked, so that the curve can be seen.
+    const crowded = chart.marks.length > width / 25;
     let labelled = -Infinity;
     for (const mark of chart.marks) {
-      const line = svg("line", { class: "mark", x1: X(mark.x), x2: X(mark.x), y1: top - 4, y2: height - bottom }, root);
+      const line = svg("line", { class: "mark", x1: X(mark.x), x2: X(mark.x), y1: crowded ? height - bottom - 7 : top - 4, y2: height - bottom }, root);
       svg("title", {}, line, mark.text);
       if (several) line.style.stroke = `var(--run${mark.run % hues})`;
-      if (wide && X(mark.x) - labelled > 46) {
+      if (wide && !crowded && X(mark.x) - labelled > 46) {
         svg("text", { x: X(mark.x) + 4, y: top + 4 }, root, "start " + mark.label);
         labelled = X(mark.x);
       }
@@ -156,7 +160,7 @@
       const d = series.x.map((x, i) => (i ? "L" : "M") + X(x).toFixed(1) + " " + Y(series.y[i]).toFixed(1)).join("");
       const path = svg("path", { class: "curve " + series.kind, d, fill: "none", "stroke-linejoin": "round" }, root);
       path.style.stroke = colour(series);
-      path.style.strokeWidth = series.kind === "faint" ? 1 : 2;
+      path.style.strokeWidth = series.kind === "faint" || (series.x.length > 500 && !wide) ? 1 : 2;
       path.style.opacity = series.kind === "faint" ? 0.3 : series.kind === "dots" && several ? 0.55 : 1;
       if (series.kind === "lost") path.style.strokeDasharray = "4 4";
       const radius = series.kind === "dots" ? 3.2 : 2.2;
@@ -182,6 +186,12 @@
     root.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip.hidden = true; });
   }
 
+  // A few values far above the others would press all of those flat.
+  function hasOutliers(chart) {
+    const values = chart.series.flatMap((series) => series.y).sort((a, b) => a - b);
+    return values[0] > 0 && values[values.length - 1] > 50 * values[values.length >> 1];
+  }
+
   function addChart(chart, parent) {
     const box = html("div", parent, undefined, chart.id === "loss" ? "chart wide" : "chart");
     box.id = "chart-" + chart.id;
@@ -205,7 +215,8 @@
       const button = html("button", head, "log");
       button.type = "button";
       button.title = "Logarithmic axis";
-      button.setAttribute("aria-pressed", "false");
+      chart.isLog = hasOutliers(chart);
+      button.setAttribute("aria-pressed", String(chart.isLog));
       button.addEventListener("click", () => {
         chart.isLog = !chart.isLog;
         button.setAttribute("aria-pressed", String(chart.isLog));

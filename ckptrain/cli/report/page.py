@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
 
+import attrs
+
 import ckptrain
 from ckptrain.cli.report.charts import charts_of, timeline_of
 from ckptrain.cli.report.judged import BAD, GOOD, WARN, Continuation, worst
@@ -17,7 +19,7 @@ from ckptrain.cli.report.run import ReportedRun
 from ckptrain.cli.report.story import Save, Start, number_of, text_of
 from ckptrain.cli.wording import bytes_text, duration_text, plural
 
-_MOST_SAVES, _MOST_ENTRIES, _MOST_CHECKPOINTS = 100, 200, 12
+_MOST_SAVES, _MOST_ENTRIES, _MOST_CHECKPOINTS, _MOST_RESUMES = 100, 200, 12, 6
 """Lines of a table, the newest ones: more than anyone reads."""
 _LONGEST_VALUE = 4000
 
@@ -87,7 +89,8 @@ def _view(run: ReportedRun) -> dict[str, Any]:
         "best": min(validation, key=lambda point: point[1]) if validation else None,
         "health": run.health,
         "health_level": worst(run.health),
-        "resumes": [{**_resume(resume), "checks": resume.checks} for resume in run.resumes],
+        "resumes": run.resumes,
+        **_resumes(run.resumes),
         "resumes_level": worst(run.resumes) if run.resumes else GOOD,
         "resumes_text": _resumes_text(run.resumes),
         "next": _next(state),
@@ -117,18 +120,16 @@ def _percent(state: Mapping[str, Any]) -> float | None:
     return min(100.0, 100.0 * step / steps) if step is not None and steps else None
 
 
-def _resume(resume: Continuation) -> dict[str, Any]:
-    return {
-        "start": resume.start,
-        "step": resume.step,
-        "level": resume.level,
-        "verdict": _VERDICTS[resume.verdict],
-    }
+def _resumes(resumes: Sequence[Continuation]) -> dict[str, Any]:
+    """Return the newest resumes and all that are not well, and apart from them the others."""
+    told = [{**attrs.asdict(resume), "verdict": _VERDICTS[resume.verdict]} for resume in resumes]
+    folded = [resume for resume in told[:-_MOST_RESUMES] if resume["level"] == GOOD]
+    return {"resumes_shown": [resume for resume in told if resume not in folded], "resumes_folded": folded}
 
 
 def _resumes_text(resumes: Sequence[Continuation]) -> str:
     if not resumes:
-        return "never resumed"
+        return "Never resumed"
     proven = [resume for resume in resumes if resume.verdict in ("exact", "continued")]
     if len(proven) == len(resumes):
         exact = sum(resume.verdict == "exact" for resume in resumes)
@@ -206,7 +207,7 @@ def _lineage(run: ReportedRun) -> Iterable[dict[str, Any]]:
         yield {"kind": "checkpoint", "title": checkpoint["name"], "text": text, "level": GOOD if whole else BAD}
     for entry in run.journal:
         if entry.get("event") == "exported":
-            text = f"{entry.get('form')} of {entry.get('checkpoint')}"
+            text = f"{entry.get('form')} of {entry.get('source')}, {entry.get('time')}"
             yield {"kind": "export", "title": entry.get("out"), "text": text, "level": GOOD}
 
 

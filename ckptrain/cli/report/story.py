@@ -24,6 +24,8 @@ _BEFORE_TRAINING = frozenset(
 )
 _BEFORE_PLAN = ("quarantined", "cleaned")
 """What a start does to the run directory before it writes its plan."""
+_OF_OTHERS = ("exported",)
+"""What other commands write, at any time: no part of a start, nor of how long it took."""
 
 
 @attrs.frozen(kw_only=True)
@@ -133,7 +135,7 @@ def _by_start(journal: Sequence[Entry]) -> list[list[Entry]]:
             ahead = []
         elif event in _BEFORE_PLAN:
             ahead.append(entry)
-        elif groups:
+        elif groups and event not in _OF_OTHERS:
             groups[-1].append(entry)
     return groups
 
