@@ -25,7 +25,7 @@ CONFIG = ROOT / "examples/quickstart.yaml"
 SHOWN_RUN_DIR = Path("runs/quickstart")
 KILLED_AT, STOPPED_AT = 7, 10
 """Steps: a checkpoint is made of every fourth, so some are lost to the kill, and none to the stop."""
-WIDTH, HEIGHT = 1400, 1120
+WIDTH, HEIGHT = 1400, 1450
 MOST_BYTES = 300_000
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

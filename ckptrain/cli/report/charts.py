@@ -14,7 +14,8 @@ _BUCKETS = 350
 _SMOOTH_FROM = 100
 """Steps from which on a loss is noisy enough for its mean to be drawn as well."""
 _MOST_SPANS = 400
-_MOST_STARTS = 40
+MOST_STARTS = 40
+"""Of a timeline, the newest ones."""
 
 _SMALL = (
     ("lr", "Learning rate", "number"),
@@ -51,7 +52,7 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
 
 def timeline_of(starts: Sequence[Start]) -> list[dict[str, Any]]:
     """Return what the newest starts spent their time on."""
-    return [_timeline(start) for start in starts[-_MOST_STARTS:]]
+    return [_timeline(start) for start in starts[-MOST_STARTS:]]
 
 
 def _losses(run: ReportedRun, index: int, *, several: bool) -> list[dict[str, Any]]:

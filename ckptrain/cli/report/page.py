@@ -13,14 +13,15 @@ from typing import Any
 import attrs
 
 import ckptrain
-from ckptrain.cli.report.charts import charts_of, timeline_of
+from ckptrain.cli.report.charts import MOST_STARTS, charts_of, timeline_of
 from ckptrain.cli.report.judged import BAD, GOOD, WARN, Continuation, worst
 from ckptrain.cli.report.run import ReportedRun
 from ckptrain.cli.report.story import Save, Start, number_of, text_of
 from ckptrain.cli.wording import bytes_text, duration_text, plural
 
-_MOST_SAVES, _MOST_ENTRIES, _MOST_CHECKPOINTS, _MOST_RESUMES = 100, 200, 12, 6
+_MOST_SAVES, _MOST_ENTRIES, _MOST_CHECKPOINTS = 100, 200, 12
 """Lines of a table, the newest ones: more than anyone reads."""
+_MOST_STARTS, _MOST_RESUMES = 20, 6
 _LONGEST_VALUE = 4000
 
 _STATES: Mapping[str, tuple[str, str]] = {
@@ -100,6 +101,7 @@ def _view(run: ReportedRun) -> dict[str, Any]:
         "saves": [_save(start, save, run) for start, save in saves[-_MOST_SAVES:]],
         "saves_left_out": max(0, len(saves) - _MOST_SAVES),
         "saves_total": _saves_text([save for _, save in saves]),
+        "starts_left_out": max(0, len(starts) - MOST_STARTS),
         "lineage": list(_lineage(run)),
         "config": _sections(run.config),
         "manifests": run.manifests,
@@ -188,11 +190,14 @@ def _lineage(run: ReportedRun) -> Iterable[dict[str, Any]]:
         yield {"kind": "base", "title": base["name"], "text": facts + revision, "level": GOOD}
     elif run.config:
         yield {"kind": "base", "title": run.config.get("model.pretrained"), "text": "no checkpoint yet", "level": WARN}
-    for start in run.starts:
-        if start.plan == "WarmStart":
-            yield {"kind": "adapter", "title": start.source, "text": "the adapter it started from", "level": GOOD}
-        if not start.trains:
-            continue
+    adapter = next((start.source for start in run.starts if start.plan == "WarmStart"), None)
+    if adapter is not None:
+        yield {"kind": "adapter", "title": adapter, "text": "what it started from", "level": GOOD}
+    trained = [start for start in run.starts if start.trains]
+    if len(trained) > _MOST_STARTS:
+        left_out = plural(len(trained) - _MOST_STARTS, "start")
+        yield {"kind": "start", "title": f"{left_out} before", "text": "all are in the details", "level": GOOD}
+    for start in trained[-_MOST_STARTS:]:
         level, end = _STATES.get(start.end, (WARN, start.end))
         made = [row["step"] for row in run.measured.made[start.number].values()]
         steps = f"steps {min(made):,} to {max(made):,}" if made else "no step recorded"

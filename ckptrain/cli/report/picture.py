@@ -13,6 +13,7 @@ from ckptrain.errors import CkptrainError
 
 _COLOURS = ("#2563eb", "#c026d3", "#0d9488", "#b45309", "#4f46e5", "#be123c")
 _LOST = "#ea580c"
+_MOST_LABELS = 8
 _SHOWN = ("loss", "lr", "tokens_per_s")
 
 
@@ -59,7 +60,7 @@ def _draw(axes: Any, chart: dict[str, Any], *, legend: bool) -> None:
         axes.text(
             mark["x"],
             1.0,
-            f" start {mark['label']}" if legend else "",
+            f" start {mark['label']}" if legend and len(chart["marks"]) <= _MOST_LABELS else "",
             transform=axes.get_xaxis_transform(),
             fontsize=8,
             color="#64748b",
