@@ -6,16 +6,18 @@ message is complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
 from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.schema import RunConfig
-from ckptrain.errors import CheckpointNotFound
+from ckptrain.errors import CheckpointNotFound, CkptrainError
 from ckptrain.installed import MEGATRON, TORCH, require
+from ckptrain.lifecycle.journal import Journal
 
 if TYPE_CHECKING:
     from ckptrain.convert.from_peft import Import
@@ -183,7 +185,7 @@ def export(
     require(TORCH, "an export")
     from ckptrain.convert.to_peft import export_adapter
 
-    return export_adapter(
+    written = export_adapter(
         Path(checkpoint),
         Path(out),
         dtype=dtype,
@@ -192,6 +194,8 @@ def export(
         base=_str(base),
         layout=layout,
     )
+    _record_export("PEFT adapter", checkpoint, written.path)
+    return written
 
 
 def export_megatron(
@@ -210,7 +214,9 @@ def export_megatron(
     require(TORCH, "an export")
     from ckptrain.convert.to_megatron import export_megatron as write
 
-    return write(Path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
+    written = write(Path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
+    _record_export("Megatron-Bridge checkpoint", checkpoint, written.path)
+    return written
 
 
 def merge(
@@ -231,7 +237,11 @@ def merge(
     require(TORCH, "a merge")
     from ckptrain.convert.merge import merge_adapter
 
-    return merge_adapter(Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base))
+    written = merge_adapter(
+        Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base)
+    )
+    _record_export("merged model", checkpoint, written.path)
+    return written
 
 
 def import_adapter(
@@ -253,6 +263,19 @@ def import_adapter(
     from ckptrain.convert.from_peft import import_adapter as write
 
     return write(Path(peft), Path(out), base=_str(base), kind=kind)
+
+
+def _record_export(form: str, source: str | os.PathLike[str], out: Path) -> None:
+    """Tell the journal of the run that an export was made from, for its reports; where it has none, nobody is told.
+
+    A run directory that may only be read is exported from as well.
+    """
+    path = Path(source).resolve()
+    for run_dir in (path, *path.parents[:3]):
+        if (run_dir / JOURNAL).is_file():
+            with contextlib.suppress(CkptrainError):
+                Journal(run_dir / JOURNAL).record("exported", form=form, source=path.name, out=str(out.resolve()))
+            return
 
 
 def _str(path: str | os.PathLike[str] | None) -> str | None:

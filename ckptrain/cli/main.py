@@ -121,6 +121,27 @@ def status(run_dir: Path) -> Answer:
 
 
 @cli.command()
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The HTML file; report.html if left out: in the run directory, and here where there are several.",
+)
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves as a picture, too.")
+@json_option()
+def report(run_dirs: tuple[Path, ...], out: Path | None, png: Path | None) -> Answer:
+    """Write a page on what a run did.
+
+    Curves with every restart, what its starts spent their time on, whether its resumes went on where they were, what
+    changed: one HTML file that needs no network. Several runs are laid over each other. The run may be at work
+    meanwhile; nothing else is written.
+    """
+    from ckptrain.cli.report.answer import report_answer
+
+    return report_answer(run_dirs, out, png)
+
+
+@cli.command()
 @click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
 @click.option("--norms", is_flag=True, help="Read the tensors: norms, largest values, and what is NaN or infinite.")
 @base_option

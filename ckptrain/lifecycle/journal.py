@@ -72,7 +72,12 @@ class NullJournal(Journal):
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the journal's entries, oldest first; a run that has not written any has none.
+    """Return the journal's entries, oldest first; a run that has not written any has none."""
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that has one a line; where there is no file, there are none.
 
     A line that is not a JSON object was torn by a crash in the middle of its write: what it was to say had not been
     confirmed to anyone, so it is passed over.

@@ -18,6 +18,7 @@ from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, toge
 from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.writer import NotSaved, Outcome, Saved
+from ckptrain.config.load import flatten
 from ckptrain.convert.sources import open_source
 from ckptrain.data.prefetch import Prefetcher
 from ckptrain.errors import (
@@ -150,6 +151,8 @@ class _Run:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
+        # run.yaml has what was asked last: what changed from start to start is known from here.
+        self.journal.record("config", values=flatten(self.config))
         self.told.on_plan(plan.to_dict(), self._facts())
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         if isinstance(plan, AlreadyDone):

@@ -101,6 +101,7 @@ def test_a_run_with_another_run_directory_is_a_usage_error(ask: Ask, run_dir: Pa
     [
         (["plan"], 0),
         (["status"], 0),
+        (["report"], 0),
         (["verify"], 0),
         (["inspect"], 0),
         (["diff", "."], 0),
@@ -266,7 +267,7 @@ def test_commands_are_listed_in_the_order_of_a_runs_life(ask: Ask) -> None:
     """Not by the alphabet: who reads the help for the first time starts at the top."""
     lines = [line.split() for line in ask("--help").stdout.split("Commands:")[1].splitlines()]
     listed = [words[0] for words in lines if words]
-    order = ["run", "resume", "plan", "status", "inspect", "diff", "verify", "prune", "export", "merge"]
+    order = ["run", "resume", "plan", "status", "report", "inspect", "diff", "verify", "prune", "export", "merge"]
     assert [name for name in listed if name in order] == order
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.peft_adapters import change_config, same_tensors, write_peft
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.cli.main import cli
+from ckptrain.lifecycle.journal import read_lines
 
 BaseOf = Callable[[str], Any]
 Save = Callable[..., CommittedCheckpoint]
@@ -40,6 +42,27 @@ def test_an_adapter_is_imported_and_exported_again(base_of: BaseOf, tmp_path: Pa
         assert words in told
     assert ask("export", tmp_path / "imported", tmp_path / "back", "--no-verify").exit_code == 0
     assert same_tensors(peft, tmp_path / "back")
+
+
+def test_the_journal_of_a_run_knows_what_was_made_of_it(base_of: BaseOf, save: Save, tmp_path: Path) -> None:
+    """Of the run and of one of its checkpoints; where a checkpoint lies alone, no journal is made for it."""
+    checkpoint = save(base_of("llama")).path
+    alone = tmp_path / "alone" / checkpoint.name
+    shutil.copytree(checkpoint, alone)
+    run_dir = tmp_path / "run"
+    (run_dir / "journal.jsonl").write_text('{"event": "plan"}\n')
+    out = [tmp_path / name for name in ("peft", "megatron", "merged", "of_alone")]
+    assert ask("export", run_dir, out[0], "--no-verify").exit_code == 0
+    assert ask("export", checkpoint, out[1], "--format=megatron").exit_code == 0
+    assert ask("merge", checkpoint, out[2], "--no-verify").exit_code == 0
+    assert ask("export", alone, out[3], "--no-verify").exit_code == 0
+    told = read_lines(run_dir / "journal.jsonl")[1:]
+    assert [(entry["event"], entry["form"], entry["source"], entry["out"]) for entry in told] == [
+        ("exported", "PEFT adapter", "run", str(out[0])),
+        ("exported", "Megatron-Bridge checkpoint", checkpoint.name, str(out[1])),
+        ("exported", "merged model", checkpoint.name, str(out[2])),
+    ]
+    assert list(tmp_path.rglob("journal.jsonl")) == [run_dir / "journal.jsonl"]
 
 
 def test_the_report_of_an_import_is_one_json_object(base_of: BaseOf, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_the_journal_shows_the_resume_and_its_receipt(tiny_config: Callable[...,
     events = read_journal(tmp_path / "journal.jsonl")
     plans = [event for event in events if event["event"] == "plan"]
     assert [(plan["plan"], plan["finetune"]) for plan in plans] == [("FreshStart", True), ("Resume", False)]
+    assert [event["values"]["train.steps"] for event in events if event["event"] == "config"] == [2, 4]
     [receipt] = [event for event in events if event["event"] == "receipt"]
     # A and B of 4 modules, stacked over layers, each with its two moments
     assert receipt["tensors_per_rank"] == [[24, 24]]

@@ -1,0 +1,95 @@
+"""`ckptrain report`: what is read, where it is written, and what is said of it; a run directory is only read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptrain import api
+from ckptrain.cli.outcome import Answer
+from ckptrain.cli.page import facts
+from ckptrain.cli.report.page import page_of
+from ckptrain.cli.report.run import ReportedRun, read_run
+from ckptrain.cli.status import status_answer
+from ckptrain.cli.wording import bytes_text
+from ckptrain.config.load import flatten
+from ckptrain.errors import CkptrainError
+
+PAGE = "report.html"
+
+
+def report_answer(run_dirs: Sequence[Path], out: Path | None, png: Path | None) -> Answer:
+    """Write a report on one run, or on several compared.
+
+    Args:
+        run_dirs: the run directories.
+        out: the HTML file; None for `report.html`, in the run directory of a single run, and here of several.
+        png: a picture of the curves as well.
+
+    Raises:
+        CheckpointNotFound: a directory is not that of a run.
+        CkptrainError: a file cannot be written, or a picture is wanted and matplotlib is not installed.
+    """
+    if png is not None:
+        from ckptrain.cli.report.picture import need_matplotlib
+
+        need_matplotlib()
+    runs = [_read(run_dir) for run_dir in run_dirs]
+    target = out or (run_dirs[0] / PAGE if len(run_dirs) == 1 else Path(PAGE))
+    page = page_of(runs).encode("utf-8", "backslashreplace")
+    _write(target, lambda path: path.write_bytes(page))
+    if png is not None:
+        from ckptrain.cli.report.picture import draw_picture
+
+        _write(png, lambda path: draw_picture(runs, path))
+    report = {
+        "html": str(target),
+        "html_bytes": len(page),
+        "png": None if png is None else str(png),
+        "runs": [run.to_dict() for run in runs],
+    }
+    return Answer(report=report, show=functools.partial(_show, report))
+
+
+def _read(run_dir: Path) -> ReportedRun:
+    state = status_answer(run_dir).report
+    try:
+        config: Mapping[str, Any] | None = flatten(api.config_of_run(run_dir, check_inputs=False))
+    except CkptrainError:
+        config = None
+    return read_run(run_dir, state, config)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that is whole whenever it is there: someone may be looking at the one before."""
+    replacement = path.with_name(f".{path.name}.new")
+    try:
+        write(replacement)
+        replacement.replace(path)
+    except OSError as error:
+        replacement.unlink(missing_ok=True) if path.parent.is_dir() else None
+        raise CkptrainError(
+            f"cannot write {path}: {error.strerror}; choose another place with --out or --png"
+        ) from error
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    styles = {"good": "green", "warn": "yellow", "bad": "red"}
+    for run in report["runs"]:
+        rows: list[tuple[str, str | Text]] = [("run", run["run_dir"])]
+        remarks = [*run["health"], *({"level": r["level"], "text": _resume_text(r)} for r in run["resumes"])]
+        rows += [("" if i else "health", Text(r["text"], style=styles[r["level"]])) for i, r in enumerate(remarks)]
+        console.print(facts(rows))
+        console.print()
+    written = [("report", f"{report['html']} ({bytes_text(report['html_bytes'])})")]
+    written += [("picture", report["png"])] if report["png"] else []
+    console.print(facts(written))
+
+
+def _resume_text(resume: Mapping[str, Any]) -> str:
+    return f"start {resume['start']} from step {resume['step']:,}: {resume['checks'][-1]['text']}"
