@@ -57,6 +57,7 @@ See it of a checkpoint of yours: `ckptrain inspect CKPT`. Why it is so:
 EVENTS: Mapping[str, str] = {
     "plan": "What this start is, and why: `plan`, `reason`, `notes`, `first_step`, `finetune` (what Megatron would call"
     " it), what the plan restores, `run_id`, `world_size`, `host`, `pid`.",
+    "config": "`values`: the config of this start by dotted key, defaults included.",
     "phase": "`from` and `to`, with the facts of that change, such as `step`, `val_loss` or `stall_s`.",
     "data": "What is learnt from (`train`, `validation`): samples, rows, tokens, how full the rows are.",
     "receipt": "What a resume took back, counted in memory: tensors of each process, the optimizer's step, the next"
@@ -134,8 +135,9 @@ for reading by programs: JSON, an object a line, in UTF-8.
 
 ## metrics.jsonl
 
-Two kinds of lines: one for each `log.every_steps` steps, and `{"step": ..., "val_loss": ...}` for each validation. What
-a lost stretch wrote is dropped by the next start, so a step is there once, however often the run was killed.
+Two kinds of lines: one for each `log.every_steps` steps, and `{"step": ..., "val_loss": ...}` for each validation. A
+step is there once, however often the run was killed: what a lost stretch wrote is moved by the next start to
+`metrics.lost.jsonl`, with `stretch` (its number), `resumed_from` (the step of the checkpoint) and `lost_at`.
 TensorBoard, Weights & Biases and MLflow get the same values, as `train/NAME` and `val/loss`.
 
 """
