@@ -162,6 +162,20 @@ def test_a_learning_rate_that_the_receipt_did_not_say_is_told(ask_json: AskJson,
     assert "learning rate 0.0003, the receipt said 0.0001" in [check["text"] for check in resume["checks"]]
 
 
+@pytest.mark.parametrize(("dropout", "level"), [(0.0, "good"), (0.1, "warn")])
+def test_generators_that_were_seeded_anew_matter_where_there_is_dropout(
+    dropout: float, level: str, ask_json: AskJson, run_dir: Path
+) -> None:
+    """As under another layout; without dropout nothing is drawn from them."""
+    write_steps(run_dir / "metrics.jsonl", done=0, to=8)
+    then = start(60, 4, config={"lora.dropout": dropout})
+    [receipt] = [entry for entry in then if entry["event"] == "receipt"]
+    receipt["rng"] = "seeded from (seed, step, rank)"
+    write_lines(run_dir / "journal.jsonl", [*start(0, 0), *then, *ended(90, "FINISHED", 8)])
+    [run] = ask_json("report", run_dir)["runs"]
+    assert [one["level"] for one in run["resumes"]] == [level]
+
+
 def test_what_is_wrong_with_a_run_is_told_at_the_top(ask_json: AskJson, run_dir: Path, save: Save) -> None:
     """A loss that is no number, a save that failed, a validation loss that rises, a damaged checkpoint."""
     damaged = save(50)

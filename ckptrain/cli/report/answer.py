@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,8 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         write(replacement)
         replacement.replace(path)
     except OSError as error:
-        replacement.unlink(missing_ok=True) if path.parent.is_dir() else None
+        with contextlib.suppress(OSError):  # there may be no such directory
+            replacement.unlink(missing_ok=True)
         raise CkptrainError(
             f"cannot write {path}: {error.strerror}; choose another place with --out or --png"
         ) from error

@@ -89,10 +89,17 @@ def _receipt(start: Start) -> Iterator[Remark]:
     where = "on every rank" if len(counts) > 1 else ""
     first = f"{counts[0][0]} of {counts[0][1]} tensors restored {where}".strip() if counts else "no tensors counted"
     yield Remark(level=GOOD if whole else BAD, text=first)
-    optimizer, rng = receipt.get("optimizer"), receipt.get("rng")
-    level = GOOD if receipt.get("optimizer_step") == start.step else WARN
+    # The count is not the step where an earlier resume left the moments out; a restore compares it with its manifest.
+    optimizer = str(receipt.get("optimizer"))
+    level = GOOD if optimizer.startswith("restored") else WARN
     yield Remark(level=level, text=f"optimizer {optimizer}, its step count {receipt.get('optimizer_step')}")
-    yield Remark(level=GOOD if str(rng).startswith("restored") else WARN, text=f"random generators {rng}")
+    rng = str(receipt.get("rng"))
+    if rng.startswith("restored"):
+        yield Remark(level=GOOD, text=f"random generators {rng}")
+    elif (start.config or {}).get("lora.dropout") == 0:
+        yield Remark(level=GOOD, text=f"random generators {rng}; nothing is drawn from them without dropout")
+    else:
+        yield Remark(level=WARN, text=f"random generators {rng}")
 
 
 def _steps(start: Start, made: Mapping[int, Any]) -> Iterator[Remark]:
