@@ -130,7 +130,7 @@ def _phase(written: _Written) -> dict[str, Any]:
         reason = _last((entry for entry in written.journal if entry.get("event") == "error"), "message")
     elif phase in (Phase.STOPPED.value, Phase.DRAINING.value):
         reason = _last((entry for entry in written.journal if entry.get("event") == "stop_requested"), "reason")
-    ended = phase is None or Phase(phase) in TERMINAL
+    ended = phase is None or phase in {end.value for end in TERMINAL}  # a later version may have other phases
     silent, held_by = written.silent_s, written.holder
     if held_by is not None and held_by.alive is not None:
         died = not held_by.alive

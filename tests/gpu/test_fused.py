@@ -98,7 +98,7 @@ def test_runs_are_those_of_the_plain_layers(tmp_path: Path) -> None:
 
 
 def test_recorded_steps_are_those_of_the_layers(tmp_path: Path) -> None:
-    """Over packed rows of many lengths, and in 8 bits; and a small model's step is shorter for it."""
+    """Over packed rows of many lengths, and in 8 bits."""
     config = write_run(tmp_path)
     runs = {
         "layers": ["train.cuda_graphs=never"],
@@ -111,4 +111,3 @@ def test_recorded_steps_are_those_of_the_layers(tmp_path: Path) -> None:
     for name in ("layers", "layers in 8 bits"):
         recorded = tmp_path / name.replace("layers", "recorded")
         assert apart(column(tmp_path / name, "loss"), column(recorded, "loss")) < 2e-2
-    assert min(column(tmp_path / "recorded", "seconds")) < min(column(tmp_path / "layers", "seconds"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.text import Text
 
@@ -34,8 +35,12 @@ def report_answer(run_dirs: Sequence[Path], out: Path | None, png: Path | None) 
 
     Raises:
         CheckpointNotFound: a directory is not that of a run.
+        click.UsageError: a file to be written is named as if it were something else.
         CkptrainError: a file cannot be written, or a picture is wanted and matplotlib is not installed.
     """
+    for path, ending in ((out, ".html"), (png, ".png")):
+        if path is not None and path.suffix != ending:
+            raise click.UsageError(f"{path} is to be overwritten: expected a name that ends in {ending}")
     if png is not None:
         from ckptrain.cli.report.picture import need_matplotlib
 
