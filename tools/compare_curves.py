@@ -10,7 +10,7 @@ how far losses and gradient norms are apart, and writes the numbers and a pictur
 adapter is ckptrain's too, the others have another A, and the same samples in the same order.
 
 The status is 1 where they are further apart than they may be.
-"""  # noqa: D205, D400, D415  # the commands first, as in the other tools
+"""  # noqa: D205  # the commands first, as in the other tools
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from bench_cpu import MODEL, base_directory
 from compare_curves_adapters import check_dropout, check_inits
 from compare_curves_case import Case, Curve, Difference, Kind, difference, settings_of
 from compare_curves_ours import sample_order, train_ours
@@ -118,7 +119,7 @@ def settings_table(rows: Sequence[Row]) -> str:
     """Lay out the settings, as Markdown."""
     lines = ["| setting | against | what | ckptrain | expected | may differ by | its effect | |", "|" + "---|" * 8]
     for row in rows:
-        numbers = (f"{row.ours:.2g}", f"{row.expected:.2g}", f"{row.tolerance:.2g}")
+        numbers = (f"{row.ours:.3g}", f"{row.expected:.3g}", f"{row.tolerance:.2g}")
         effect = "" if row.effect is None else f"{row.effect:.2g}"
         cells = [row.setting, row.against, row.measure, *numbers, effect, "agrees" if row.agrees else "DIFFERS"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -139,14 +140,13 @@ def tiny_case(work: Path, steps: int) -> Case:
 
 def real_case(base: str, data: Path, validation: Path, steps: int) -> Case:
     """Take a real base and real conversations."""
-    from bench_cpu import base_directory
-
     [directory] = launch(1, lambda: base_directory(base), timeout_s=600)
     return Case(
         base=directory,
         dtype="bfloat16",
         train=data.absolute(),
         validation=validation.absolute(),
+        longest_tokens=1024,
         rank=16,
         alpha=32,
         steps=steps,
@@ -203,17 +203,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Compare, print the tables, and write the numbers and the picture."""
     asked = parse(words)
-    quiet_libraries()
     name = "cpu" if asked.cpu else "gpu"
     with tempfile.TemporaryDirectory(prefix="compare-curves-") as directory:
         work = Path(directory)
         rows: list[Row] = []
-        if asked.cpu:
-            case = tiny_case(work, asked.steps or 20)
-        else:
-            from bench_cpu import MODEL
-
-            case = real_case(asked.base or MODEL, asked.data, asked.validation, asked.steps or 200)
+        base = asked.base or MODEL
+        case = (
+            tiny_case(work, asked.steps or 20)
+            if asked.cpu
+            else real_case(base, asked.data, asked.validation, asked.steps or 200)
+        )
         seeds = 1 if asked.cpu else asked.seeds
         comparisons = [compare(attrs.evolve(case, kind=kind), work, seeds) for kind in NAMES]
         print(table(comparisons))
@@ -225,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 *check_inits(short, work, work / "canonical-start"),
             ]
             print(f"\n{settings_table(rows)}")
-        title = f"{'tiny Llama, float32' if asked.cpu else f'{case.base.name}, bfloat16'}, {case.steps} steps"
+        title = f"{'a tiny Llama' if asked.cpu else Path(base).name}, {case.dtype}, {case.steps} steps"
     _write(asked.json or DOCS / f"benchmarks/curves_{name}.json", json.dumps(report(case, comparisons, rows)) + "\n")
     pairs = {NAMES[one.kind]: (one.ours, one.theirs) for one in comparisons}
     _write(asked.picture or DOCS / f"pictures/curves_{name}.svg", draw(title, pairs))
@@ -239,4 +238,5 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
+    quiet_libraries()
     sys.exit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import torch
 from compare_curves_case import Case, Curve
-from compare_curves_ours import export_ours, train_ours
+from compare_curves_ours import train_ours
 from compare_curves_settings import TOLERANCE, Row
 from forked import launch
 from safetensors.torch import load_file
@@ -65,8 +65,7 @@ def check_dropout(case: Case, work: Path) -> list[Row]:
     rows = []
     for place, against in (("pre", f"formula (PEFT has {of_peft[0]:.2f}, {of_peft[1]:.2f})"), ("post", "formula")):
         run_dir, out = work / place, work / f"{place}-adapter"
-        ours = train_ours(attrs.evolve(case, dropout_position=place), work / "start", run_dir)
-        export_ours(run_dir, out)
+        ours = train_ours(attrs.evolve(case, dropout_position=place), work / "start", run_dir, out=out)
         columns, lines = untouched(start, matrices(out))
         name = f"dropout_position {place}"
         expected = (share, 0.0) if place == "pre" else (0.0, share)
@@ -109,8 +108,7 @@ def check_inits(case: Case, work: Path, of_peft: Path) -> list[Row]:
     case = attrs.evolve(case, steps=1, samples_per_step=1, warmup_steps=1, schedule="constant")
     for number, (of_a, of_b) in enumerate(PAIRS):
         run_dir, out = work / f"init-{number}", work / f"init-{number}-adapter"
-        train_ours(case, None, run_dir, {"lora_A_init_method": of_a, "lora_B_init_method": of_b})
-        export_ours(run_dir, out)
+        train_ours(case, None, run_dir, {"lora_A_init_method": of_a, "lora_B_init_method": of_b}, out)
         found = matrices(out)
         for matrix, method in (("A", of_a), ("B", of_b)):
             ours = _matrices_of(matrix, found)

@@ -1,4 +1,4 @@
-"""What do both sides of tools/compare_curves.py train? One description, which each translates for itself; and curves."""
+"""What do both sides of tools/compare_curves.py train? One description, in the words of neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["canonical", "lora"]
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A training in the words of neither side."""
+    """A training, which each side translates for itself."""
 
     base: Path
     """A Hugging Face directory."""
@@ -24,6 +24,8 @@ class Case:
     train: Path
     """JSON lines of `messages`, of which the last is learnt."""
     validation: Path
+    longest_tokens: int = 512
+    """No sample is longer."""
     kind: Kind = "canonical"
     """canonical: an A for each projection, as PEFT has it; lora: one for each of Megatron's fused layers."""
     rank: int = 8

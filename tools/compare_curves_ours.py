@@ -49,7 +49,7 @@ def config_of(case: Case, adapter: Path | None) -> dict[str, Any]:
         "data": {
             "train": str(case.train),
             "validation": str(case.validation),
-            "sequence_length": 512,
+            "sequence_length": case.longest_tokens,
             "packing": False,  # a step has as many samples as rows
             "loss_on": "last_assistant",
         },
@@ -79,23 +79,30 @@ def sample_order(case: Case) -> list[int]:
     """Return which lines of the training file, counted from 0, the samples of all steps are.
 
     Raises:
-        ValueError: the file has fewer samples than the steps need; what comes in a second epoch is not told.
+        ValueError: a sample is too long, or there are fewer than the steps need: a second epoch is not told.
     """
     needed = case.steps * case.samples_per_step
-    shown = ckptrain.describe_data(config_of(case, None), num_shown=needed)["train"]["shown"]
+    known = ckptrain.describe_data(config_of(case, None), num_shown=needed)["train"]
+    shown = known["shown"]
+    if known["would_refuse"]:
+        raise ValueError(f"{case.train}: {known['would_refuse']}")
     if len(shown) < needed:
         raise ValueError(f"{case.train} has {len(shown)} samples and {needed} are needed: fewer steps, or more data")
     return [int(sample["where"].rpartition(":")[2]) - 1 for sample in shown]
 
 
-def train_ours(case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[str, Any] | None = None) -> Curve:
-    """Train on a rank of its own; `lora` is what the configuration says besides."""
+def train_ours(
+    case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[str, Any] | None = None, out: Path | None = None
+) -> Curve:
+    """Train on a rank of its own; `lora` is what the configuration says besides, `out` gets the adapter for PEFT."""
     config = config_of(case, adapter)
     config["lora"] |= lora or {}
 
     def act() -> Curve:
         recorder = Recorder()
         ckptrain.run(config, run_dir=run_dir, observers=[recorder])
+        if out is not None:
+            ckptrain.export(run_dir, out, verify=False)
         return Curve(
             losses=[step.loss for step in recorder.steps],
             grad_norms=[step.grad_norm for step in recorder.steps],
@@ -107,12 +114,3 @@ def train_ours(case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[st
     curve: Curve
     [curve] = launch(1, act, timeout_s=3600)
     return curve
-
-
-def export_ours(run_dir: Path, out: Path) -> None:
-    """Export what a run has trained as a PEFT directory."""
-
-    def act() -> None:
-        ckptrain.export(run_dir, out, verify=False)
-
-    launch(1, act)

@@ -77,10 +77,11 @@ def draw(title: str, pairs: Mapping[str, tuple[Curve, Sequence[Curve]]]) -> str:
     for row, (name, (ours, theirs)) in enumerate(pairs.items()):
         parts += _losses(name, row, ours, theirs) + _norms(row, ours, theirs[0]) + _differences(row, ours, theirs[0])
     width, height = LEFT + 3 * WIDTH + 2 * GAP_X + 24, TOP + len(pairs) * (HEIGHT + GAP_Y) - 30
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     band = '<tspan fill="#3b82f6">  ▒ its seeds</tspan>' if any(len(theirs) > 1 for _, theirs in pairs.values()) else ""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect width="{width}" height="{height}" fill="#fff"/>',

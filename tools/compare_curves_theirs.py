@@ -23,6 +23,7 @@ from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
 )
+from transformers.utils.logging import disable_progress_bar
 
 IGNORED = -100
 
@@ -110,6 +111,7 @@ def _validate(model: Any, batches: DataLoader[Any]) -> float:
 
 
 def _base(case: Case, dtype: torch.dtype) -> Any:
+    disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(case.base, dtype=dtype)
 
 
