@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import attrs
 from bench_cpu import MODEL, base_directory
 from compare_curves_adapters import check_dropout, check_inits
-from compare_curves_case import Case, Curve, Difference, Kind, difference, settings_of
+from compare_curves_case import Case, Curve, Difference, Kind, apart, difference, settings_of
 from compare_curves_ours import sample_order, train_ours
 from compare_curves_picture import draw
 from compare_curves_settings import TOLERANCE, Row, check_settings
@@ -85,15 +86,16 @@ def compare(case: Case, work: Path, num_seeds: int = 1, theirs: Case | None = No
     order = sample_order(case)
     start = work / f"{case.kind}-start"
 
-    def train() -> list[Curve]:
-        from compare_curves_theirs import train_theirs, write_adapter
-
-        write_adapter(case, start, seed=0)
-        adapters = [write_adapter(other, work / f"{case.kind}-{seed}", seed) for seed in range(num_seeds)]
-        return [train_theirs(other, adapter, order) for adapter in adapters]
-
-    [curves] = launch(1, train, timeout_s=3600)
+    curves = apart(case, partial(_train_theirs, case, other, start, order, num_seeds))
     return Comparison(kind=case.kind, ours=train_ours(case, start, work / f"{case.kind}-run"), theirs=curves)
+
+
+def _train_theirs(case: Case, other: Case, start: Path, order: Sequence[int], num_seeds: int) -> list[Curve]:
+    from compare_curves_theirs import train_theirs, write_adapter
+
+    write_adapter(case, start, seed=0)
+    adapters = [write_adapter(other, start.with_name(f"{start.name}-{seed}"), seed) for seed in range(num_seeds)]
+    return [train_theirs(other, adapter, order) for adapter in adapters]
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -138,7 +140,7 @@ def tiny_case(work: Path, steps: int) -> Case:
     )
 
 
-def real_case(base: str, data: Path, validation: Path, steps: int) -> Case:
+def real_case(base: str, data: Path, validation: Path, steps: int, longest: int) -> Case:
     """Take a real base and real conversations."""
     [directory] = launch(1, lambda: base_directory(base), timeout_s=600)
     return Case(
@@ -146,7 +148,8 @@ def real_case(base: str, data: Path, validation: Path, steps: int) -> Case:
         dtype="bfloat16",
         train=data.absolute(),
         validation=validation.absolute(),
-        longest_tokens=1024,
+        longest_tokens=longest,
+        forks=False,
         rank=16,
         alpha=32,
         steps=steps,
@@ -190,6 +193,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", default=None, help="with --gpu: as model.pretrained; else the quickstart's")
     parser.add_argument("--seeds", type=int, default=3, help="with --gpu: PEFT's seeds, two at least")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--longest", type=int, default=1024, help="with --gpu: tokens of the longest sample")
     parser.add_argument("--json", type=Path, help="else docs/benchmarks/curves_{cpu,gpu}.json")
     parser.add_argument("--picture", type=Path, help="else docs/pictures/curves_{cpu,gpu}.svg")
     asked = parser.parse_args(words)
@@ -211,7 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
         case = (
             tiny_case(work, asked.steps or 20)
             if asked.cpu
-            else real_case(base, asked.data, asked.validation, asked.steps or 200)
+            else real_case(base, asked.data, asked.validation, asked.steps or 200, asked.longest)
         )
         seeds = 1 if asked.cpu else asked.seeds
         comparisons = [compare(attrs.evolve(case, kind=kind), work, seeds) for kind in NAMES]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+from forked import launch
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHARED_A: Mapping[str, str] = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
@@ -45,6 +48,8 @@ class Case:
     eval_every_steps: int = 5
     seed: int = 1234
     """Of the order of the samples."""
+    forks: bool = True
+    """Whether each side may be a fork, which has its imports already; on a GPU it must be a new process."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,6 +110,17 @@ def _apart(ours: list[float], theirs: list[float]) -> list[float]:
     return [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
 
 
+def apart[T](case: Case, act: Callable[[], T]) -> T:
+    """Do something of a case in a process of its own; what is not forked must be picklable."""
+    if case.forks:
+        [result] = launch(1, act, timeout_s=3600)
+    else:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(act).result()
+    done: T = result
+    return done
+
+
 def settings_of(case: Case) -> dict[str, Any]:
     """Return a case in JSON's types, without where things lie."""
-    return attrs.asdict(case, filter=lambda field, _: field.name not in ("base", "train", "validation"))
+    return attrs.asdict(case, filter=lambda field, _: field.name not in ("base", "train", "validation", "forks"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compare_curves_case import Case, Curve
-from forked import launch
+from compare_curves_case import Case, Curve, apart
 
 import ckptrain
 from ckptrain.training.observers import Observer, StepRecord
@@ -94,23 +94,21 @@ def sample_order(case: Case) -> list[int]:
 def train_ours(
     case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[str, Any] | None = None, out: Path | None = None
 ) -> Curve:
-    """Train on a rank of its own; `lora` is what the configuration says besides, `out` gets the adapter for PEFT."""
+    """Train in a process of its own; `lora` is what the configuration says besides, `out` gets the adapter for PEFT."""
     config = config_of(case, adapter)
     config["lora"] |= lora or {}
+    return apart(case, partial(_run, config, run_dir, out))
 
-    def act() -> Curve:
-        recorder = Recorder()
-        ckptrain.run(config, run_dir=run_dir, observers=[recorder])
-        if out is not None:
-            ckptrain.export(run_dir, out, verify=False)
-        return Curve(
-            losses=[step.loss for step in recorder.steps],
-            grad_norms=[step.grad_norm for step in recorder.steps],
-            learning_rates=[step.lr for step in recorder.steps],
-            learnt_tokens=[step.learnt_tokens for step in recorder.steps],
-            validation=recorder.validation,
-        )
 
-    curve: Curve
-    [curve] = launch(1, act, timeout_s=3600)
-    return curve
+def _run(config: dict[str, Any], run_dir: Path, out: Path | None) -> Curve:
+    recorder = Recorder()
+    ckptrain.run(config, run_dir=run_dir, observers=[recorder])
+    if out is not None:
+        ckptrain.export(run_dir, out, verify=False)
+    return Curve(
+        losses=[step.loss for step in recorder.steps],
+        grad_norms=[step.grad_norm for step in recorder.steps],
+        learning_rates=[step.lr for step in recorder.steps],
+        learnt_tokens=[step.learnt_tokens for step in recorder.steps],
+        validation=recorder.validation,
+    )
