@@ -45,13 +45,13 @@ def samples(batch: str, directory: Path) -> list[tuple[list[int], list[bool]]]:
     return [(sample.token_ids.tolist(), sample.learnt.tolist()) for sample in data.samples[:12]]
 
 
-def base_directory() -> Path:
-    """Return the model as a Hugging Face directory."""
+def base_directory(model: str = MODEL) -> Path:
+    """Return a model as a Hugging Face directory."""
     from ckptrain.config.base import locate_base
     from ckptrain.config.schema import ModelConfig
     from ckptrain.convert.pretrained import local_directory
 
-    return local_directory(locate_base(ModelConfig(pretrained=MODEL)))
+    return local_directory(locate_base(ModelConfig(pretrained=model)))
 
 
 def serve(connection: Connection, step: Any) -> None:
