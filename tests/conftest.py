@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from ckptrain.config.cache import cache_directory
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 from ckptrain.convert.pretrained import CONVERSION
+
+os.environ.pop("COLUMNS", None)  # pages are as wide as they are in a pipe, whoever started the tests
 
 if TYPE_CHECKING:
     from support.sandbox import Sandbox
