@@ -27,8 +27,9 @@ def tell(state: ckptrain.State, control: ckptrain.Control) -> None:
 
 def main(config: str, overrides: list[str]) -> None:
     """Train in pieces, and export after each."""
-    callbacks = [tell, ckptrain.EarlyStopping(patience=3)]
-    with ckptrain.Trainer(config, overrides, run_dir=RUN_DIR, callbacks=callbacks) as trainer:
+    with ckptrain.Trainer(
+        config, overrides, run_dir=RUN_DIR, callbacks=[tell, ckptrain.EarlyStopping(patience=3)]
+    ) as trainer:
         print(trainer.plan().plan.kind)
         result = trainer.run_until(EVERY_STEPS)
         while result.status == "paused":
@@ -39,5 +40,5 @@ def main(config: str, overrides: list[str]) -> None:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    named = given[:1] if given and "=" not in given[0] else []
-    main(*(named or ["examples/quickstart.yaml"]), given[len(named) :])
+    is_named = bool(given) and "=" not in given[0]
+    main(given[0] if is_named else "examples/quickstart.yaml", given[1:] if is_named else given)
