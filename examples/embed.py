@@ -56,5 +56,5 @@ def main(config: str, overrides: list[str]) -> None:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    named = given[:1] if given and "=" not in given[0] else []
-    main(*(named or ["examples/quickstart.yaml"]), given[len(named) :])
+    is_named = bool(given) and "=" not in given[0]
+    main(given[0] if is_named else "examples/quickstart.yaml", given[1:] if is_named else given)

@@ -24,12 +24,14 @@ LEVELS = {
     "convert": 6,
     "training": 7,
     "api": 8,
+    "trainer": 9,
     "cli": 9,
 }
 # `ckptrain plan` and `ckptrain status` import these: none may import torch when it is imported.
 WITHOUT_TORCH = [
     "ckptrain",
     "ckptrain.api",
+    "ckptrain.trainer",
     "ckptrain.cli.main",
     "ckptrain.cli.doctor",
     "ckptrain.cli.self_test",

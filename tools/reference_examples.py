@@ -12,6 +12,8 @@ NEEDS: Mapping[str, str] = {
     "train_on.yaml": "a CPU, and an export of the quickstart",
     "kill_and_resume.py": "a CPU, six minutes",
     "embed.py": "a CPU, four minutes",
+    "embed_trainer.py": "a CPU, four minutes",
+    "pipeline.py": "a CPU, four minutes for the quickstart",
     "squad_lora.yaml": "one GPU; the Hub, or the model and the dataset in directories",
     "tulu3_lora.yaml": "eight GPUs; the Hub, or the model and the dataset in directories",
     "slurm.sh": "Slurm, with GPUs and a disk that all nodes see",

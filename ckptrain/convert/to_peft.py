@@ -128,9 +128,23 @@ def export_adapter(
         ProblemsError: a weight is not finite, or too large for the dtype.
         CkptrainError: `out` is in the way, or cannot be written.
     """
-    if dtype not in DTYPES:
-        raise ConfigError("cannot export", [f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}"])
-    source, out = open_source(checkpoint, base=base), out.resolve()
+    _check_dtype(dtype)
+    source = open_source(checkpoint, base=base)
+    return export_source(source, out, dtype=dtype, overwrite=overwrite, verify=verify, layout=layout)
+
+
+def export_source(
+    source: AdapterSource,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    verify: bool | None = False,
+    layout: str = "peft",
+) -> Export:
+    """Write an adapter that is open as `export_adapter` does; that of a model in memory is one too."""
+    _check_dtype(dtype)
+    out = out.resolve()
     with source.held():
         check_destination(EXPORT, out, source.path, overwrite=overwrite)
         check_whole(source, "export")
@@ -169,6 +183,11 @@ def export_adapter(
         gate_reason=why,
         warning=_warning(source, effect),
     )
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError("cannot export", [f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}"])
 
 
 def _warning(source: AdapterSource, effect: float) -> str | None:

@@ -172,7 +172,7 @@ class RecordedRun:
 
 def run_recorded(config: RunConfig, run_dir: Path, observers: Iterable[Observer] = ()) -> RecordedRun:
     """Run on this rank, and return what its model was given."""
-    from ckptrain.training import run as run_module
+    from ckptrain.training import session as run_module
     from ckptrain.training import steps as steps_module
 
     steps: list[tuple[Micro, ...]] = []

@@ -1,0 +1,160 @@
+"""A run as an object, for programs that do something between its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ckptrain.api import Source, default_run_dir, plan, read_config
+from ckptrain.errors import CkptrainError
+from ckptrain.installed import MEGATRON, require
+
+if TYPE_CHECKING:
+    from ckptrain.convert.to_peft import Export
+    from ckptrain.training.callbacks import Callback, State, StepFunction
+    from ckptrain.training.observers import Observer
+    from ckptrain.training.result import RunResult
+    from ckptrain.training.session import Session
+    from ckptrain.training.start import Start
+
+_open_trainers: list[Trainer] = []
+"""That which holds Megatron's global state in this process; it has room for one."""
+
+
+class Trainer:
+    """One run, opened when it first has something to do and closed at the end of its `with` block.
+
+    In a launch of several processes each makes the same trainer and calls the same methods. Closing saves what is not
+    saved yet, as a stop does; after an error nothing is saved. While it is open, the first SIGINT or SIGTERM asks for a
+    stop after the step and the second ends the process, as in any run.
+    """
+
+    def __init__(
+        self,
+        config: Source,
+        overrides: Sequence[str] = (),
+        *,
+        run_dir: str | os.PathLike[str] | None = None,
+        callbacks: Iterable[Callback | StepFunction] = (),
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        """Read the configuration; nothing else is touched, and no torch loaded.
+
+        Raises:
+            CkptrainError: it cannot be used.
+            ValueError: it is not a file, and no `run_dir` is given.
+        """
+        self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+        self.config = read_config(config, overrides, self.run_dir)
+        self._callbacks, self._observers = tuple(callbacks), tuple(observers)
+        self._stack = contextlib.ExitStack()
+        self._session: Session | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            if self in _open_trainers:
+                _open_trainers.remove(self)
+            if self._session is not None:
+                self._session.let_go()
+
+    def close(self) -> None:
+        """Save what is not saved, and give back the model's memory, the process groups and the run directory."""
+        self.__exit__(None, None, None)
+
+    @property
+    def state(self) -> State:
+        """How the run stands; of a run that is not open yet, that it is NEW."""
+        from ckptrain.training.callbacks import State
+
+        if self._session is not None:
+            return self._session.state
+        return State(phase="NEW", step=0, steps=self.config.train.steps)
+
+    def plan(self) -> Start:
+        """Return what the next start would be, changing nothing; once the run is open, what it was.
+
+        Raises:
+            CkptrainError: what `run` would refuse.
+        """
+        if self._session is not None:
+            return self._session.start
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return plan(self.config, run_dir=self.run_dir, world_size=world_size)[1]
+
+    def run(self) -> RunResult:
+        """Train to `train.steps`, or until a stop is asked for.
+
+        Raises:
+            CkptrainError: one of its kinds for whatever is refused or fails.
+        """
+        return self._opened().run_until()
+
+    def run_until(self, step: int) -> RunResult:
+        """Train until `step` steps are done, and come back with the model in memory; call it again to go on.
+
+        Its result is `paused` before the last step. A run that has ended, also by a stop, gives its result again.
+
+        Raises:
+            CkptrainError: one of its kinds for whatever is refused or fails.
+        """
+        return self._opened().run_until(step)
+
+    def save(self) -> Path | None:
+        """Save now, and return the committed checkpoint; None before the first step.
+
+        Raises:
+            SaveFailed: it could not be written; the one before is untouched.
+        """
+        return self._opened().save()
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        dtype: str = "float32",
+        overwrite: bool = False,
+        layout: str = "peft",
+    ) -> Export | None:
+        """Write the adapter as it is now as a Hugging Face PEFT directory, without a checkpoint; None on other ranks.
+
+        Its logits are not compared with Hugging Face's, which would take a second model: `ckptrain.export` does.
+
+        Raises:
+            CkptrainError: `out` exists and `overwrite` is false, or it cannot be written.
+        """
+        return self._opened().export(Path(out), dtype=dtype, overwrite=overwrite, layout=layout)
+
+    def _opened(self) -> Session:
+        if self._session is not None and not self._closed:
+            return self._session
+        if self._closed:
+            raise CkptrainError("this trainer is closed; make another one, which goes on from its checkpoint")
+        if _open_trainers:
+            raise CkptrainError(
+                f"the trainer of {_open_trainers[0].run_dir} is open in this process, and Megatron has room for one:"
+                " close it first, or use it in a `with` block"
+            )
+        require(MEGATRON, "training")
+        from ckptrain.training.callbacks import Callbacks
+        from ckptrain.training.run import open_session
+        from ckptrain.training.start import survey_run
+
+        callbacks = Callbacks(self._callbacks)
+        survey = survey_run(self.config, int(os.environ.get("WORLD_SIZE", "1")), self.run_dir)
+        session = self._stack.enter_context(open_session(survey, self.run_dir, self._observers, callbacks=callbacks))
+        _open_trainers.append(self)
+        self._session = session
+        return session
