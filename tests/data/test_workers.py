@@ -39,10 +39,11 @@ def test_workers_make_the_bytes_of_one_process(
     """However many there are, and though they get the signals that ask a run to stop: those are not for them."""
     path = write_numbered(tmp_path / "data.jsonl", range(8 * BATCH + 10))
     caches = {count: tmp_path / str(count) for count in (0, workers)}
+    others = set(children_of(os.getpid()))
     signalled: set[int] = set()
 
     def tell(*_: Any) -> None:
-        if pids := set(children_of(os.getpid())) - signalled:
+        if pids := set(children_of(os.getpid())) - signalled - others:
             for pid in pids:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                     os.kill(pid, number)
