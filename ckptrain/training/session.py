@@ -8,33 +8,30 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 
-from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank, together
-from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank
 from ckptrain.config.load import flatten
 from ckptrain.convert.live import LiveSource, whole_tensors
-from ckptrain.convert.sources import open_source
 from ckptrain.data.prefetch import Prefetcher
-from ckptrain.errors import CkptrainError, ClaimLost, StartRefused
+from ckptrain.errors import CkptrainError, ClaimLost
 from ckptrain.lifecycle.facts import LoraSpec
-from ckptrain.lifecycle.fit import data_problems
 from ckptrain.lifecycle.journal import Journal
 from ckptrain.lifecycle.phases import Lifecycle, Phase
-from ckptrain.lifecycle.start_plan import AlreadyDone, FreshStart, Resume, StartPlan, WarmStart
+from ckptrain.lifecycle.start_plan import AlreadyDone, Resume, StartPlan
 from ckptrain.megatron.fused.choice import release_graphs
 from ckptrain.training.callbacks import Callbacks, State, Wishes
 from ckptrain.training.evaluation import answer_sample, validation_loss
 from ckptrain.training.keeping import Keeper
 from ckptrain.training.loggers import recorders
 from ckptrain.training.observers import Observers, SampleAnswer, StepRecord
+from ckptrain.training.opening import check_data, start_facts, take_state, tell_data
 from ckptrain.training.profiling import StepProfiler
-from ckptrain.training.restore import restore_run, warm_start
 from ckptrain.training.result import RunResult, write_failure, write_result
 from ckptrain.training.saving import Position, Saver
-from ckptrain.training.setup import DataSetup, ModelSetup, model_parallel, set_up_data, set_up_model
+from ckptrain.training.setup import model_parallel, set_up_data, set_up_model
 from ckptrain.training.start import Start, Survey
 from ckptrain.training.startup import StartClock, StartReport
 from ckptrain.training.steps import Steps
@@ -116,7 +113,7 @@ class Session:
         )
         # run.yaml has what was asked last: what changed from start to start is known from here.
         self.journal.record("config", values=flatten(self.config))
-        self.told.on_plan(plan.to_dict(), self._facts())
+        self.told.on_plan(plan.to_dict(), start_facts(self.survey, self.run_dir))
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         self._tell("on_plan")
         if isinstance(plan, AlreadyDone):
@@ -140,11 +137,13 @@ class Session:
         stack.enter_context(model_parallel(self.survey))
         self.clock.mark("process groups")
         self._data = set_up_data(self.survey, self.told)
-        self._tell_data(self._data)
-        self._check_order(self._data)
+        tell_data(self._data, self.journal, self.told)
+        check_data(self._data, self.start, self.run_dir)
         self.clock.mark("data")
         self._setup = set_up_model(self.survey, self.lifecycle, self.told, self.clock)
-        self._restore(plan, self._setup)
+        take_state(self.start, self.survey, self._setup, self.lifecycle, self.journal, self.told)
+        if isinstance(plan, Resume):
+            self._tell("on_restore")
         self.clock.mark("restore")
         self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
         self._open_training(stack, plan, may_commit)
@@ -168,62 +167,6 @@ class Session:
         self._profiler = StepProfiler(self.run_dir, done, profile, self.journal, self.told)
         self._steps = Steps(self.survey, setup, data.source, batches)
         self._obey(self.callbacks.agree())
-
-    def _facts(self) -> dict[str, Any]:
-        """Return what a person wants to know of a start besides its plan."""
-        lora = self.config.lora
-        return {
-            "run_dir": str(self.run_dir),
-            "steps": self.config.train.steps,
-            "base": self.survey.base.name,
-            "adapters": f"{lora.kind} of rank {lora.dim}, alpha {lora.alpha:g}",
-            "processes": self.survey.layout.world_size,
-        }
-
-    def _tell_data(self, data: DataSetup) -> None:
-        self.journal.record("data", train=attrs.asdict(data.train.summary))
-        self.told.on_progress(f"training data: {data.train.summary.describe()}")
-        if data.validation is not None:
-            self.journal.record("data", validation=attrs.asdict(data.validation.summary))
-            self.told.on_progress(f"validation data: {data.validation.summary.describe()}")
-
-    def _check_order(self, data: DataSetup) -> None:
-        """Refuse a resume whose samples or rows are not as many as they were: their order would be another.
-
-        Raises:
-            StartRefused: another version of ckptrain or of a library makes other samples of the same files.
-        """
-        saved = self.start.checkpoint.manifest.data if self.start.checkpoint is not None else None
-        if saved is not None and (problems := data_problems(data.identity, saved)):
-            raise StartRefused(f"cannot go on with the run in {self.run_dir}", problems)
-
-    def _restore(self, plan: StartPlan, setup: ModelSetup) -> None:
-        if isinstance(plan, FreshStart):
-            return
-        if isinstance(plan, WarmStart):
-            self._warm_start(plan, setup)
-            return
-        checkpoint = self.start.checkpoint
-        assert checkpoint is not None
-        assert isinstance(plan, Resume)
-        with reading(checkpoint):
-            receipt = restore_run(plan, checkpoint, setup, self.config)
-        self.journal.record("receipt", **receipt.to_dict())
-        self.lifecycle.advance(Phase.RESTORED, step=plan.step)
-        self.told.on_progress(
-            f"restored {receipt.checkpoint}: {receipt.tensors_per_rank[0][0]} of {receipt.tensors_per_rank[0][1]}"
-            f" tensors, optimizer step {receipt.optimizer_step}, learning rate {receipt.next_learning_rate:.3g} next,"
-            f" random generators {receipt.rng}, next row {receipt.next_row}"
-        )
-        self._tell("on_restore")
-
-    def _warm_start(self, plan: WarmStart, setup: ModelSetup) -> None:
-        source = together(lambda: open_source(plan.adapter, shape=self.survey.shape, kind=self.config.lora.kind))
-        with source.held():  # another run may prune it
-            tensors = warm_start(source, setup)
-        form = source.facts.form
-        self.journal.record("warm_start", adapter=str(source.path), form=form, tensors=tensors)
-        self.told.on_progress(f"adapter from {source.path}, a {form} ({tensors} tensors)")
 
     def _evaluate(self, *, with_sample: bool) -> float | None:
         setup, data, step = self._setup, self._data, self.position.step
