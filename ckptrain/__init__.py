@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptrain.api import describe_data, export, export_megatron, import_adapter, merge, plan, resume, run
     from ckptrain.trainer import Trainer
     from ckptrain.training.callbacks import Callback, Control, EarlyStopping, State
+    from ckptrain.training.program import Loss
     from ckptrain.training.result import RunResult
 
 IMPORTED_S = time.monotonic()
@@ -24,6 +25,7 @@ __all__ = [
     "Callback",
     "Control",
     "EarlyStopping",
+    "Loss",
     "RunResult",
     "State",
     "Trainer",
@@ -41,6 +43,7 @@ _ELSEWHERE = {
     "Callback": "ckptrain.training.callbacks",
     "Control": "ckptrain.training.callbacks",
     "EarlyStopping": "ckptrain.training.callbacks",
+    "Loss": "ckptrain.training.program",
     "RunResult": "ckptrain.training.result",
     "State": "ckptrain.training.callbacks",
     "Trainer": "ckptrain.trainer",

@@ -64,14 +64,16 @@ def run(
     clock = clock or StartClock()
     clock.mark(IMPORTS)
     directory = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
-    loaded = read_config(config, overrides, directory)
+    from ckptrain.training.result import refusals_told
     from ckptrain.training.start import decide_start, survey_run
 
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    survey = survey_run(loaded, num_processes, directory)
-    if num_processes == 1:
-        # What would be refused is refused before torch is loaded; the run decides again when it holds the directory.
-        decide_start(survey, directory, read_contents=False)
+    with refusals_told(directory):
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        survey = survey_run(read_config(config, overrides, directory), num_processes, directory)
+        if num_processes == 1:
+            # What would be refused is refused before torch is loaded; the run decides again when it holds the
+            # directory.
+            decide_start(survey, directory, read_contents=False)
     clock.mark("plan")
     with without_collection(for_good=clock.owns_process):
         from ckptrain.training.run import run_training

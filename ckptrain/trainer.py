@@ -9,17 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ckptrain.api import Source, default_run_dir, plan, read_config
+from ckptrain.api import Source, default_run_dir, read_config
 from ckptrain.errors import CkptrainError
 from ckptrain.installed import MEGATRON, require
+from ckptrain.training.program import Program
 
 if TYPE_CHECKING:
     from ckptrain.convert.to_peft import Export
     from ckptrain.training.callbacks import Callback, State, StepFunction
     from ckptrain.training.observers import Observer
+    from ckptrain.training.program import Loss
     from ckptrain.training.result import RunResult
     from ckptrain.training.session import Session
-    from ckptrain.training.start import Start
+    from ckptrain.training.start import Start, Survey
 
 _open_trainers: list[Trainer] = []
 """That which holds Megatron's global state in this process; it has room for one."""
@@ -41,6 +43,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         callbacks: Iterable[Callback | StepFunction] = (),
         observers: Iterable[Observer] = (),
+        loss: Loss | None = None,
     ) -> None:
         """Read the configuration; nothing else is touched, and no torch loaded.
 
@@ -51,6 +54,7 @@ class Trainer:
         self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
         self.config = read_config(config, overrides, self.run_dir)
         self._callbacks, self._observers = tuple(callbacks), tuple(observers)
+        self._program = Program(loss=loss)
         self._stack = contextlib.ExitStack()
         self._session: Session | None = None
         self._closed = False
@@ -91,8 +95,9 @@ class Trainer:
         """
         if self._session is not None:
             return self._session.start
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        return plan(self.config, run_dir=self.run_dir, world_size=world_size)[1]
+        from ckptrain.training.start import decide_start
+
+        return decide_start(self._survey(), self.run_dir, read_contents=False)
 
     def run(self) -> RunResult:
         """Train to `train.steps`, or until a stop is asked for.
@@ -149,12 +154,18 @@ class Trainer:
             )
         require(MEGATRON, "training")
         from ckptrain.training.callbacks import Callbacks
+        from ckptrain.training.result import refusals_told
         from ckptrain.training.run import open_session
-        from ckptrain.training.start import survey_run
 
         callbacks = Callbacks(self._callbacks)
-        survey = survey_run(self.config, int(os.environ.get("WORLD_SIZE", "1")), self.run_dir)
+        with refusals_told(self.run_dir):
+            survey = self._survey()
         session = self._stack.enter_context(open_session(survey, self.run_dir, self._observers, callbacks=callbacks))
         _open_trainers.append(self)
         self._session = session
         return session
+
+    def _survey(self) -> Survey:
+        from ckptrain.training.start import survey_run
+
+        return survey_run(self.config, int(os.environ.get("WORLD_SIZE", "1")), self.run_dir, self._program)

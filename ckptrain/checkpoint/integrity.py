@@ -54,6 +54,7 @@ class CommittedCheckpoint:
             has_rng="rng" in groups,
             config=manifest.config,
             versions=manifest.versions,
+            program=manifest.program,
         )
 
 

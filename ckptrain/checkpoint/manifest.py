@@ -21,11 +21,11 @@ from ckptrain.config.identity import BaseIdentity
 from ckptrain.config.layout import Layout
 from ckptrain.config.shape import ModelShape
 from ckptrain.errors import CheckpointDamaged
-from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
+from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, ProgramParts
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 2
-"""1 knew one kind of adapter; 2 has `lora.settings.kind`."""
+SCHEMA_VERSION = 3
+"""1 knew one kind of adapter; 2 has `lora.settings.kind`; 3 has `program` and `callbacks`."""
 
 ITEM_SIZES = {
     "float64": 8,
@@ -110,6 +110,9 @@ class Manifest:
     """By path relative to the checkpoint, with forward slashes; all files but the manifest itself."""
     tensors: Mapping[str, TensorEntry]
     """By global name."""
+    program: ProgramParts = attrs.field(factory=ProgramParts)
+    callbacks: Mapping[str, Any] = attrs.field(factory=dict)
+    """What callbacks of the program want to know again after a resume, by their names."""
 
     @property
     def config_digest(self) -> str:
@@ -146,12 +149,16 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if not isinstance(document, dict):
         raise _damaged(where, [f"it is {shown(document)}, expected an object"])
     _check_version(document, where)
-    if (problem := _value_problem(document)) is not None:
+    if (problem := value_problem(document)) is not None:
         raise _damaged(where, [problem])
     problems: list[str] = []
     claimed_digest, actual_digest = document.pop("digest", None), _digest(document)
-    if document.pop("schema_version") == 1:
+    version = document.pop("schema_version")
+    if version == 1:
         _add_kind(document)
+    if version != SCHEMA_VERSION:  # nothing of a program's own was there then
+        document.setdefault("program", attrs.asdict(ProgramParts()))
+        document.setdefault("callbacks", {})
     derived = _take_derived(document)
     manifest = read(Manifest, document, "", problems)
     if not problems:
@@ -280,7 +287,7 @@ def _tensor_contradictions(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _value_problem(value: object, levels: int = _DEEPEST) -> str | None:
+def value_problem(value: object, levels: int = _DEEPEST) -> str | None:
     """Say what a JSON value has that no manifest has and not every reader of JSON can take."""
     if isinstance(value, int | float):
         return None if abs(value) <= 2**63 else f"it has the number {shown(value)}, which is too large"
@@ -289,7 +296,7 @@ def _value_problem(value: object, levels: int = _DEEPEST) -> str | None:
     if levels == 0:
         return f"it is nested more than {_DEEPEST} levels deep"
     items = value.values() if isinstance(value, dict) else value
-    return next((problem for item in items if (problem := _value_problem(item, levels - 1)) is not None), None)
+    return next((problem for item in items if (problem := value_problem(item, levels - 1)) is not None), None)
 
 
 def _is_utc(text: str) -> bool:

@@ -41,9 +41,11 @@ def run_config(
         raise click.UsageError(f"{config} is a directory; to go on with a run: ckptrain resume {config}")
     run_dir = run_dir or api.default_run_dir(config)
     arguments = ["run", *_flags(as_json=as_json, quiet=quiet), f"--run-dir={run_dir}", "--", str(config), *overrides]
-    return _train(
-        api.read_config(config, overrides, run_dir), run_dir, arguments, num_processes, as_json=as_json, quiet=quiet
-    )
+    from ckptrain.training.result import refusals_told
+
+    with refusals_told(run_dir):
+        loaded = api.read_config(config, overrides, run_dir)
+    return _train(loaded, run_dir, arguments, num_processes, as_json=as_json, quiet=quiet)
 
 
 def resume_run(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, as_json: bool, quiet: bool) -> Answer:
@@ -70,7 +72,10 @@ def _train(
     quiet_libraries()
     if num_processes > 1 and not is_launched(os.environ):
         # What is refused is refused here, once, before any process loads torch.
-        api.plan(config, run_dir=run_dir, world_size=num_processes)
+        from ckptrain.training.result import refusals_told
+
+        with refusals_told(run_dir):
+            api.plan(config, run_dir=run_dir, world_size=num_processes)
         require(MEGATRON, "training")
         return _launch(arguments, num_processes, as_json=as_json)
     return _train_here(config, run_dir, num_processes=int(os.environ.get("WORLD_SIZE", "1")), quiet=quiet)

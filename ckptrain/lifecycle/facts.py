@@ -32,6 +32,14 @@ class DataIdentity:
 
 
 @attrs.frozen(kw_only=True)
+class ProgramParts:
+    """What a program brings to a run that no configuration can say; functions are known by the names that it gives."""
+
+    loss: str | None = None
+    """Of its loss function; null is cross-entropy."""
+
+
+@attrs.frozen(kw_only=True)
 class LoraSpec:
     """What the adapters are: the LoRA keys as configured, and the full names of the modules that they select."""
 
@@ -80,6 +88,7 @@ class CheckpointFacts:
     has_rng: bool
     config: Mapping[str, Any]
     versions: Mapping[str, str]
+    program: ProgramParts = ProgramParts()
 
 
 @attrs.frozen(kw_only=True)
@@ -109,3 +118,4 @@ class RunFacts:
     versions: Mapping[str, str] = attrs.field(factory=dict)
     adapter_dtype: str = "float32"
     """Type that adapters are trained in."""
+    program: ProgramParts = ProgramParts()

@@ -16,16 +16,17 @@ from ckptrain.config.layout import Layout
 from ckptrain.config.schedule import learning_rate
 from ckptrain.config.schema import OptimizerConfig, RunConfig
 from ckptrain.lifecycle.drift import SCHEDULE_KEYS, Difference, Kind
-from ckptrain.lifecycle.facts import AdapterFacts, CheckpointFacts, DataIdentity, LoraSpec, RunFacts
+from ckptrain.lifecycle.facts import AdapterFacts, CheckpointFacts, DataIdentity, LoraSpec, ProgramParts, RunFacts
 
 _NEW_RUN = "use a new --run-dir"
 
 
 def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
-    """Return what makes going on from `checkpoint` another training: its base, modules, tokenizer or data."""
+    """Return what makes going on from `checkpoint` another training: its base, modules, loss, tokenizer or data."""
     problems = _base_problems(run.base, checkpoint.base.name, checkpoint.base.fingerprint)
     if run.lora.settings.kind == checkpoint.lora.settings.kind:  # otherwise the modules have other names, and more
         problems += _module_problems(run.lora, checkpoint.lora)
+    problems += _loss_problems(run.program, checkpoint.program)
     if checkpoint.data is None or checkpoint.tokenizer_fingerprint is None:
         problems.append(
             "it was not saved by a training, so it has no data position; give it as model.adapter in a new --run-dir"
@@ -139,6 +140,23 @@ def _module_problems(here: LoraSpec, there: LoraSpec) -> list[str]:
         f" set lora.target_modules=[{','.join(settings.target_modules)}]"
         f" lora.exclude_modules=[{','.join(settings.exclude_modules)}] or {_NEW_RUN}"
     )
+    return [problem]
+
+
+def _loss_problems(here: ProgramParts, there: ProgramParts) -> list[str]:
+    """Compare the names of two losses; of what the functions compute a name is all that is known."""
+    if here.loss == there.loss:
+        return []
+    if there.loss is None:
+        return [f"the loss is cross-entropy there and {here.loss!r} now; leave out `loss`, or {_NEW_RUN}"]
+    own = f"the loss is {there.loss!r} there, a function of the program that trained it, and"
+    if here.loss is None:
+        problem = (
+            f"{own} cross-entropy now; go on by that program, which gives ckptrain.Trainer"
+            f" loss=ckptrain.Loss(function, name={there.loss!r}): the command line cannot have it; or {_NEW_RUN}"
+        )
+    else:
+        problem = f"{own} {here.loss!r} now; give the function of that name, or {_NEW_RUN}"
     return [problem]
 
 

@@ -27,6 +27,7 @@ from ckptrain.data.shapes import of_few_shapes
 from ckptrain.megatron.dora import norms_kept
 from ckptrain.megatron.fused.choice import adapters_changed
 from ckptrain.megatron.fused.loss import linear_cross_entropy
+from ckptrain.megatron.own_loss import OwnLoss
 from ckptrain.megatron.platform import enter_platform
 
 
@@ -35,7 +36,7 @@ class StepResult:
     """What one step did, the same on every rank."""
 
     loss: float
-    """Mean cross-entropy over the learnt tokens of the global batch, in nats."""
+    """Mean over the learnt tokens of the global batch: cross-entropy, in nats, or the loss of a program."""
     learnt_tokens: int
     grad_norm: float
 
@@ -138,6 +139,12 @@ def _logits_where_asked(**given: Any) -> Tensor:
     return (logits[where] if sharded else logits).squeeze(1).float()
 
 
+def _losses_of_program(loss: OwnLoss, **given: Any) -> Tensor:
+    """Let a function of the program make the losses of the learnt tokens, of logits that are whole: [learnt tokens]."""
+    logits, where = _logits_where_asked(**given), given["context"]
+    return loss.of(logits, given["labels"][0, where])
+
+
 def _run_model(model: Any, part: ContextPart, processor: Any, where: Tensor) -> Tensor:
     with _angles_cut(part, model):
         output: Tensor = model(
@@ -152,10 +159,12 @@ def _run_model(model: Any, part: ContextPart, processor: Any, where: Tensor) -> 
     return output
 
 
-def _forward_for_loss(parts: Iterator[ContextPart], model: Any) -> tuple[Tensor, Any]:
+def _forward_for_loss(
+    parts: Iterator[ContextPart], model: Any, processor: Any = _losses_of_learnt_tokens
+) -> tuple[Tensor, Any]:
     part = next(parts)
     where = part.loss_mask.flatten().nonzero().flatten()
-    return _run_model(model, part, _losses_of_learnt_tokens, where), _sum_losses
+    return _run_model(model, part, processor, where), _sum_losses
 
 
 def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -201,18 +210,20 @@ def _mean_over_world(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
     return total / max(count, 1.0), int(count)
 
 
-def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch]) -> StepResult:
-    """Learn from this rank's micro-batches of one global batch.
+def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: OwnLoss | None = None) -> StepResult:
+    """Learn from this rank's micro-batches of one global batch, by cross-entropy or by the loss of a program.
 
     The optimizer's learning rate is set by the caller. A loss or a gradient norm that is not finite is returned as it
     is; the caller decides what it means, the parameters are then not to be saved.
     """
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = _run_schedule(model, batches, forward_only=False, forward=_forward_for_loss)
+    processor = _losses_of_learnt_tokens if loss is None else partial(_losses_of_program, loss)
+    forward = partial(_forward_for_loss, processor=processor)
+    reports = _run_schedule(model, batches, forward_only=False, forward=forward)
     _, grad_norm, _ = optimizer.step()
-    loss, learnt = _mean_over_world(reports)
-    return StepResult(loss=loss, learnt_tokens=learnt, grad_norm=float(grad_norm))
+    mean, learnt = _mean_over_world(reports)
+    return StepResult(loss=mean, learnt_tokens=learnt, grad_norm=float(grad_norm))
 
 
 @torch.no_grad()

@@ -7,15 +7,20 @@ and what they ask for is agreed between all ranks after a step and after a valid
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from ckptrain.checkpoint.manifest import value_problem
 from ckptrain.checkpoint.ranks import gather_to_all, on_rank0, rank
+from ckptrain.checkpoint.strict_json import encode
 from ckptrain.errors import ConfigError
 from ckptrain.training.observers import StepRecord
+
+_MOST_STATE_BYTES = 64 * 1024
+"""Of one callback: it lies in every manifest, which is read whole by each start."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,7 +82,18 @@ class Wishes:
 
 
 class Callback:
-    """Shown a run at its events; override what you care for. An error in one ends the run, as an error of yours."""
+    """Shown a run at its events; override what you care for. An error in one ends the run, as an error of yours.
+
+    What one must know again after a resume it gives as `state_dict`, small and of JSON's types. It lies in the manifest
+    of each checkpoint under the name of its class; a second callback of the class has `#2` behind it.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what is to be known again after a resume from a checkpoint of now."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned when the checkpoint was saved; called on a resume, before `on_restore`."""
 
     def on_plan(self, state: State, control: Control) -> None:
         """The start is decided, and nothing heavy is loaded yet."""
@@ -110,7 +126,7 @@ type StepFunction = Callable[[State, Control], object]
 class EarlyStopping(Callback):
     """Stops a run whose validation loss has not fallen by more than `min_delta` in `patience` looks.
 
-    It counts anew in each start of a program: what it saw before a crash is not in the checkpoint.
+    A run that is resumed goes on counting where its checkpoint was.
     """
 
     def __init__(self, patience: int = 3, min_delta: float = 0.0) -> None:
@@ -119,6 +135,15 @@ class EarlyStopping(Callback):
         self.patience, self.min_delta = patience, min_delta
         self.best = float("inf")
         self.num_flat = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count; the best is null before the first look, since JSON has no infinity."""
+        return {"best": None if self.best == float("inf") else self.best, "num_flat": self.num_flat}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.best = float("inf") if state["best"] is None else state["best"]
+        self.num_flat = state["num_flat"]
 
     def on_evaluate(self, state: State, control: Control) -> None:
         """Count, and ask for the stop."""
@@ -152,6 +177,43 @@ class Callbacks:
         except Exception as error:  # raised by `agree`, on all ranks
             self._failure = error
 
+    def states(self) -> Mapping[str, Any]:
+        """Return what callbacks want to know again, by their names; collective.
+
+        Raises:
+            ConfigError: one gives what a manifest cannot hold; on every rank.
+        """
+        return on_rank0(self._states) if self._agrees else {}
+
+    def restore(self, states: Mapping[str, Any]) -> list[str]:
+        """Give callbacks what they gave; returns the names of those that are not here. An error is kept as in `tell`.
+
+        A callback without a state there begins anew: it was not in the run before.
+        """
+        if rank() != 0:
+            return []
+        named = dict(self._named())
+        try:
+            for name in named.keys() & states.keys():
+                named[name].load_state_dict(states[name])
+        except Exception as error:  # raised by `agree`, on all ranks
+            self._failure = error
+        return sorted(states.keys() - named.keys())
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        seen: dict[str, int] = {}
+        for callback in self._callbacks:
+            name = type(callback).__qualname__
+            seen[name] = number = seen.get(name, 0) + 1
+            yield name if number == 1 else f"{name}#{number}", callback
+
+    def _states(self) -> dict[str, Any]:
+        found = {name: state for name, callback in self._named() if (state := callback.state_dict())}
+        for name, state in found.items():
+            if problem := _state_problem(name, state):
+                raise ConfigError(f"the state of the callback {name} cannot be saved", [problem])
+        return found
+
     def agree(self) -> Wishes:
         """Return what was asked for since the last time, the same on every rank; collective.
 
@@ -173,6 +235,18 @@ class _OfFunction(Callback):
 
     def on_step_end(self, state: State, control: Control) -> None:
         self._function(state, control)
+
+
+def _state_problem(name: str, state: object) -> str | None:
+    if not isinstance(state, dict):
+        return f"state_dict returned {type(state).__name__}, expected a dict"
+    try:
+        num_bytes = len(encode(state))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"state_dict is not JSON: {error}"
+    if num_bytes > _MOST_STATE_BYTES:
+        return f"state_dict has {num_bytes} bytes as JSON, expected at most {_MOST_STATE_BYTES}: keep it in a file"
+    return value_problem({"callbacks": {name: state}})
 
 
 def _as_callback(given: Any) -> Callback:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import orjson
 
+from ckptrain.checkpoint.lock import holder
 from ckptrain.checkpoint.retention import Retention, judge
 from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.config.schema import CheckpointConfig
@@ -80,7 +83,30 @@ def write_result(result: RunResult, options: CheckpointConfig, export: Path | No
     )
 
 
-def write_failure(run_dir: Path, step: int | None, plan: str, error: BaseException) -> None:
+@contextlib.contextmanager
+def refusals_told(run_dir: Path, *, is_ours: bool = False) -> Iterator[None]:
+    """Write RUN/result.json where the block is refused, which decides a start; the error goes on.
+
+    Left alone are a directory that is not there, one that another run may hold, which will write its own, and the file
+    of a run that has finished: what it did is done, whatever a later start was asked for. `is_ours` says that this
+    process holds the directory.
+    """
+    try:
+        yield
+    except CkptrainError as error:
+        if os.environ.get("RANK", "0") == "0" and run_dir.is_dir() and (is_ours or _is_free(run_dir)):
+            with contextlib.suppress(OSError, CkptrainError):
+                if _read(run_dir).get("exit_status") != EXIT_DONE:
+                    write_failure(run_dir, None, None, error)
+        raise
+
+
+def _is_free(run_dir: Path) -> bool:
+    found = holder(run_dir)
+    return found is None or found.alive is False
+
+
+def write_failure(run_dir: Path, step: int | None, plan: str | None, error: BaseException) -> None:
     """Write RUN/result.json for a run that failed; a disk that cannot take it leaves the error as it was."""
     kept = CheckpointStore(run_dir).committed()
     _write(

@@ -14,7 +14,7 @@ from ckptrain.megatron.world import open_process_group
 from ckptrain.training.callbacks import Callbacks
 from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.observers import Observer, Observers
-from ckptrain.training.result import RunResult
+from ckptrain.training.result import RunResult, refusals_told
 from ckptrain.training.session import Session
 from ckptrain.training.start import Survey, decide_start
 from ckptrain.training.startup import StartClock
@@ -61,8 +61,9 @@ def open_session(
         told = Observers(observers if rank() == 0 else ())
         claim = on_rank0(lambda: stack.enter_context(claimed(run_dir, tell=told.on_progress)))
         together(lambda: check_shared(claim))
-        start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
-        on_rank0(lambda: prepare(survey, start, run_dir))
+        with refusals_told(run_dir, is_ours=True):
+            start = on_rank0(lambda: decide_start(survey, run_dir, read_contents=True))
+            on_rank0(lambda: prepare(survey, start, run_dir))
         clock.mark("plan")
         journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
         session = Session(survey, start, run_dir, journal, told, callbacks or Callbacks(), clock)

@@ -62,8 +62,10 @@ class Saver:
         run_dir: Path,
         run_id: str,
         may_commit: Callable[[], object] = lambda: None,
+        callback_states: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Allocate the host memory of a save, so that the first costs what the others do; collective."""
+        self._callback_states = callback_states
         options = survey.config.checkpoint
         self._survey = survey
         self._setup = setup
@@ -92,7 +94,11 @@ class Saver:
 
         The host copies are those of the save before, so that one is waited for: a slow disk slows the training down
         rather than filling the memory.
+
+        Raises:
+            ConfigError: a callback has a state that cannot be saved.
         """
+        callbacks = self._callback_states()
         started = time.monotonic()
         before = self._writer.wait()
         waited = time.monotonic() - started
@@ -104,7 +110,7 @@ class Saver:
                     ADAPTER_DIRECTORY: self._adapters.state,
                     OPTIMIZER_DIRECTORY: {**self._optimizer.state, **rng_state()},
                 },
-                describe=self._describe(position, metrics, self._steps_of_adam()),
+                describe=self._describe(position, metrics, self._steps_of_adam(), callbacks),
                 ready=lambda: (adapters(), moments()),
             )
         )
@@ -127,7 +133,7 @@ class Saver:
         return self._writer.wait()
 
     def _describe(
-        self, position: Position, metrics: Mapping[str, float], step_of_adam: int
+        self, position: Position, metrics: Mapping[str, float], step_of_adam: int, callbacks: Mapping[str, Any]
     ) -> Callable[[Mapping[str, Mapping[str, StoredTensor]], Mapping[str, FileDigest]], Manifest]:
         survey = self._survey
 
@@ -152,6 +158,8 @@ class Saver:
                 tensors={
                     name: _entry(name, tensor, part) for part in tensors for name, tensor in tensors[part].items()
                 },
+                program=survey.program.parts,
+                callbacks=callbacks,
             )
 
         return describe

@@ -143,14 +143,16 @@ class Session:
         self._setup = set_up_model(self.survey, self.lifecycle, self.told, self.clock)
         take_state(self.start, self.survey, self._setup, self.lifecycle, self.journal, self.told)
         if isinstance(plan, Resume):
-            self._tell("on_restore")
+            self._restore_callbacks()
         self.clock.mark("restore")
         self.journal.stop_waiting(lambda failure: self.told.on_warning(str(failure)))
         self._open_training(stack, plan, may_commit)
 
     def _open_training(self, stack: contextlib.ExitStack, plan: StartPlan, may_commit: Callable[[], object]) -> None:
         data, setup, done = self._data, self._setup, self.position.step
-        saver = stack.enter_context(Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit))
+        saver = stack.enter_context(
+            Saver(self.survey, data, setup, self.run_dir, self.run_id, may_commit, self.callbacks.states)
+        )
         last_saved = self.start.checkpoint if isinstance(plan, Resume) else None
         self._keeper = Keeper(saver, self.journal, self.told, last_saved, self._on_saved)
         workers = self.config.data.workers
@@ -167,6 +169,13 @@ class Session:
         self._profiler = StepProfiler(self.run_dir, done, profile, self.journal, self.told)
         self._steps = Steps(self.survey, setup, data.source, batches)
         self._obey(self.callbacks.agree())
+
+    def _restore_callbacks(self) -> None:
+        assert self.start.checkpoint is not None
+        gone = self.callbacks.restore(self.start.checkpoint.manifest.callbacks)
+        if gone:
+            self.told.on_warning(f"the checkpoint has what {', '.join(gone)} knew, and this start has no such callback")
+        self._tell("on_restore")
 
     def _evaluate(self, *, with_sample: bool) -> float | None:
         setup, data, step = self._setup, self._data, self.position.step

@@ -30,6 +30,7 @@ from ckptrain.errors import CheckpointDamaged, ConfigError, StartRefused, first_
 from ckptrain.installed import untested, untested_text, version_of
 from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, RunFacts
 from ckptrain.lifecycle.start_plan import AlreadyDone, StartPlan, WarmStart, plan_start
+from ckptrain.training.program import Program
 from ckptrain.training.revisions import identify_data
 
 _PACKAGES = ("ckptrain", "torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
@@ -50,6 +51,7 @@ class Survey:
     data: DataIdentity
     notes: tuple[str, ...] = ()
     """What was chosen where the configuration leaves a choice."""
+    program: Program = attrs.field(factory=Program)
 
 
 @attrs.frozen(kw_only=True)
@@ -64,13 +66,16 @@ class Start:
     damaged: tuple[DamagedCheckpoint, ...]
 
 
-def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) -> Survey:
+def survey_run(
+    config: RunConfig, world_size: int, run_dir: Path | None = None, program: Program | None = None
+) -> Survey:
     """Look at everything that a configuration names: base, data, and how the model is laid over `world_size` processes.
 
     Args:
         config: what the user asked for.
         world_size: number of processes.
         run_dir: where the run is or will be: a run that goes on keeps the kind of its adapters where that is left open.
+        program: what is not in a configuration.
 
     Raises:
         ConfigError: the base, the targets, the layout or the layers that are asked for cannot be used.
@@ -101,6 +106,7 @@ def survey_run(config: RunConfig, world_size: int, run_dir: Path | None = None) 
         batches=batch_arithmetic(config, layout),
         data=identity,
         notes=notes,
+        program=program or Program(),
     )
 
 
@@ -173,9 +179,15 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
             damaged=tuple(checkpoint.facts() for checkpoint in damaged),
             versions=versions(),
             adapter_dtype=config.lora.lora_dtype or config.model.dtype,
+            program=survey.program.parts,
         ),
     )
-    notes = [*survey.targets.notes, *(survey.notes if isinstance(plan, WarmStart) else ()), *plan.notes]
+    notes = [
+        *survey.targets.notes,
+        *survey.program.notes,
+        *(survey.notes if isinstance(plan, WarmStart) else ()),
+        *plan.notes,
+    ]
     if not isinstance(plan, AlreadyDone):
         notes += _space_notes(survey, run_dir)
         if others := untested():

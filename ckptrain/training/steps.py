@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from ckptrain.checkpoint.ranks import world_size
+from ckptrain.checkpoint.ranks import together, world_size
 from ckptrain.config.flops import peak_flops_per_s, training_flops
 from ckptrain.config.schedule import learning_rate
 from ckptrain.data.batches import BatchSource
 from ckptrain.data.prefetch import Prefetcher
 from ckptrain.errors import TrainingDiverged
 from ckptrain.megatron.optimizer import set_learning_rate
+from ckptrain.megatron.own_loss import OwnLoss, check_loss
 from ckptrain.megatron.platform import enter_platform
 from ckptrain.megatron.step import StepResult, train_step
 from ckptrain.training.observers import StepRecord
@@ -29,10 +30,16 @@ class Steps:
     """Makes the steps of a run."""
 
     def __init__(self, survey: Survey, setup: ModelSetup, source: BatchSource, batches: Prefetcher) -> None:
+        """Try the loss of the program, if it has one; collective.
+
+        Raises:
+            ConfigError: it does not give what a loss must.
+        """
         self._config = survey.config
         self._setup, self._source, self._batches = setup, source, batches
         self._flops = training_flops(survey.shape, survey.config.lora, survey.targets)
         self._num_processes = world_size()
+        self._loss = _loss_of(survey)
         self._is_cuda = enter_platform().is_cuda
         self._peak: float | None = None
         if self._is_cuda:
@@ -51,7 +58,7 @@ class Steps:
         data_s = time.perf_counter() - started
         lr = learning_rate(self._config.optimizer, self._config.train.steps, step)
         set_learning_rate(self._setup.optimizer, lr)
-        result = train_step(self._setup.model, self._setup.optimizer, micro_batches)
+        result = train_step(self._setup.model, self._setup.optimizer, micro_batches, self._loss)
         _check_finite(step, result, last_good)
         seconds = time.perf_counter() - started
         size = self._source.size_of(step - 1)
@@ -74,6 +81,16 @@ class Steps:
             mfu=None if self._peak is None else flops_per_s / self._peak,
             peak_memory_bytes=torch.cuda.max_memory_allocated() if self._is_cuda else None,
         )
+
+
+def _loss_of(survey: Survey) -> OwnLoss | None:
+    """Return the loss of the program, if it has one, tried on all ranks: in a step an error is that of one alone."""
+    if survey.program.loss is None:
+        return None
+    given = survey.program.loss
+    loss = OwnLoss(name=given.name, function=given.function, vocab_size=survey.shape.vocab_size)
+    together(lambda: check_loss(loss, enter_platform().device))
+    return loss
 
 
 def _check_finite(step: int, result: StepResult, last_good: Path | None) -> None:

@@ -20,7 +20,7 @@ from ckptrain.config.layout import Layout
 from ckptrain.config.load import flatten, load_config
 from ckptrain.config.schema import LoraConfig, RunConfig
 from ckptrain.config.shape import ModelShape
-from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
+from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, ProgramParts
 from ckptrain.training.start import Survey, survey_run
 
 _MODULE = "decoder.layers.0.self_attention.linear_qkv"
@@ -87,6 +87,8 @@ def manifest(tmp_path_factory: pytest.TempPathFactory, contents: Mapping[str, by
             for path, content in contents.items()
         },
         tensors=_TENSORS,
+        program=ProgramParts(loss="focal-v1"),
+        callbacks={"EarlyStopping": {"best": 1.25, "num_flat": 1}},
     )
 
 

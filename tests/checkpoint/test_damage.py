@@ -142,7 +142,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(run: Any, newest: 
 def test_a_manifest_of_a_newer_version_is_told_apart(newest: Path) -> None:
     """It is no damage, and the way out is named."""
     manifest = json.loads((newest / "manifest.json").read_bytes())
-    (newest / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 3}))
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 4}))
     [problem] = problems_of(newest)
     assert "written by a newer ckptrain" in problem
     assert "upgrade ckptrain" in problem

@@ -40,7 +40,7 @@ MANIFESTS: dict[str, tuple[Callable[[Document], object], str]] = {
     "an unknown key": (_set("extra", value=1), "extra is not a key"),
     "a missing key": (lambda document: document.pop("step"), "step is missing"),
     "a wrong type": (_set("step", value="4"), "step is"),
-    "a newer format": (_set("schema_version", value=3), "newer ckptrain"),
+    "a newer format": (_set("schema_version", value=4), "newer ckptrain"),
     "a format of the far future": (_set("schema_version", value=10**400), "newer ckptrain"),
     "a huge step": (_set("step", value=10**400), "too large"),
     "a huge metric": (_set("metrics", value={"val_loss": 10**400}), "too large"),
@@ -137,7 +137,7 @@ def test_a_manifest_without_end_is_not_read(make: Callable[[Path], object], run:
 
 def test_a_manifest_from_the_future_is_no_damage(run: Any) -> None:
     """It is refused, and must not be moved away as damaged."""
-    change_manifest(run.path / NEWEST, lambda document: document.update(schema_version=3))
+    change_manifest(run.path / NEWEST, lambda document: document.update(schema_version=4))
     for way in WAYS:
         with pytest.raises(WrittenByNewer):
             way(run)

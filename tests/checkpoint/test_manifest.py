@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ckptrain.checkpoint.manifest import Manifest, WrittenByNewer, parse_manifest, path_problem
 from ckptrain.config.load import config_digest, load_config
 from ckptrain.errors import CheckpointDamaged
+from ckptrain.lifecycle.facts import ProgramParts
 
 Document = dict[str, Any]
 
@@ -58,10 +59,23 @@ def test_a_manifest_of_the_first_version_is_of_fused_adapters(manifest: Manifest
 
     def as_of_version_1(document: Document) -> None:
         document["schema_version"] = 1
-        del document["lora"]["settings"]["kind"]
+        del document["lora"]["settings"]["kind"], document["program"], document["callbacks"]
 
     lora = attrs.evolve(manifest.lora, settings=attrs.evolve(manifest.lora.settings, kind="lora"))
-    assert parse_manifest(rewritten(manifest, as_of_version_1), "m") == attrs.evolve(manifest, lora=lora)
+    expected = attrs.evolve(manifest, lora=lora, program=ProgramParts(), callbacks={})
+    assert parse_manifest(rewritten(manifest, as_of_version_1), "m") == expected
+
+
+def test_a_manifest_of_the_second_version_has_nothing_of_a_program(manifest: Manifest) -> None:
+    """A run that such a checkpoint is of was trained by cross-entropy, and no callback had a state."""
+
+    def as_of_version_2(document: Document) -> None:
+        document["schema_version"] = 2
+        del document["program"], document["callbacks"]
+
+    expected = attrs.evolve(manifest, program=ProgramParts(), callbacks={})
+    assert expected != manifest
+    assert parse_manifest(rewritten(manifest, as_of_version_2), "m") == expected
 
 
 def test_a_layout_that_was_reformatted_is_still_the_same_manifest(manifest: Manifest) -> None:
@@ -221,8 +235,8 @@ def test_names_that_only_look_odd_are_allowed() -> None:
 
 def test_a_newer_schema_is_told_apart_from_damage(manifest: Manifest) -> None:
     """Whatever else it holds, it must not be quarantined by an older version."""
-    data = rewritten(manifest, lambda document: document.update(schema_version=3, novelty=[]))
-    with pytest.raises(WrittenByNewer, match=r"written by a newer ckptrain .schema_version 3, this one reads up to 2"):
+    data = rewritten(manifest, lambda document: document.update(schema_version=4, novelty=[]))
+    with pytest.raises(WrittenByNewer, match=r"written by a newer ckptrain .schema_version 4, this one reads up to 3"):
         parse_manifest(data, "m")
 
 

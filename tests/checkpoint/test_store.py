@@ -122,7 +122,7 @@ def test_a_checkpoint_of_a_newer_version_stops_the_scan(store: CheckpointStore, 
     """Passing over it would restart from an older step, or quarantine good work."""
     save(100)
     path = save(200).path / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"schema_version":2', b'"schema_version":3'))
+    path.write_bytes(path.read_bytes().replace(b'"schema_version":3', b'"schema_version":4'))
     with pytest.raises(WrittenByNewer):
         store.newest()
 

@@ -21,7 +21,7 @@ FUNCTIONS = {
 }
 METHODS = {
     "Trainer": {
-        "__init__": "self config overrides=() *run_dir=None *callbacks=() *observers=()",
+        "__init__": "self config overrides=() *run_dir=None *callbacks=() *observers=() *loss=None",
         "plan": "self",
         "run": "self",
         "run_until": "self step",
@@ -33,7 +33,8 @@ METHODS = {
     "Callback": dict.fromkeys(
         ("on_plan", "on_restore", "on_step_end", "on_evaluate", "on_save", "on_stop", "on_error"),
         "self state control",
-    ),
+    )
+    | {"state_dict": "self", "load_state_dict": "self state"},
     "Control": {
         "__init__": "self",
         "stop": "self reason='a callback asked for it'",
@@ -41,10 +42,16 @@ METHODS = {
         "evaluate": "self",
         "take": "self",
     },
-    "EarlyStopping": {"__init__": "self patience=3 min_delta=0.0", "on_evaluate": "self state control"},
+    "EarlyStopping": {
+        "__init__": "self patience=3 min_delta=0.0",
+        "on_evaluate": "self state control",
+        "state_dict": "self",
+        "load_state_dict": "self state",
+    },
 }
 FIELDS = {
     "State": "phase step steps loss val_loss record last_checkpoint plan stop_reason error",
+    "Loss": "function name",
     "RunResult": "status run_dir plan step checkpoint loss val_loss_before val_loss_after samples stop_reason",
 }
 
