@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptrain.api import Source, default_run_dir, read_config
+from ckptrain.data.program_rows import keep_rows
 from ckptrain.errors import CkptrainError
 from ckptrain.installed import MEGATRON, require
 from ckptrain.training.program import Program
@@ -44,15 +46,24 @@ class Trainer:
         callbacks: Iterable[Callback | StepFunction] = (),
         observers: Iterable[Observer] = (),
         loss: Loss | None = None,
+        train: Iterable[Mapping[str, Any]] | None = None,
+        validation: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Read the configuration; nothing else is touched, and no torch loaded.
+        """Read the configuration, and keep the rows that are given; nothing else is touched, and no torch loaded.
+
+        `train` and `validation` are rows in the place of `data.train` and `data.validation`, in any format that files
+        may have; `data.format` says in which.
 
         Raises:
-            CkptrainError: it cannot be used.
+            CkptrainError: the configuration or a row cannot be used.
             ValueError: it is not a file, and no `run_dir` is given.
         """
         self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
-        self.config = read_config(config, overrides, self.run_dir)
+        given = {"train": train, "validation": validation}
+        kept = {role: str(keep_rows(rows, role)) for role, rows in given.items() if rows is not None}
+        # As JSON, which is YAML: a path may have spaces and colons.
+        of_rows = [f"data.{role}={json.dumps(path, ensure_ascii=False)}" for role, path in kept.items()]
+        self.config = read_config(config, [*overrides, *of_rows], self.run_dir)
         self._callbacks, self._observers = tuple(callbacks), tuple(observers)
         self._program = Program(loss=loss)
         self._stack = contextlib.ExitStack()

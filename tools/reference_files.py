@@ -15,11 +15,11 @@ from ckptrain.config.identity import BaseIdentity
 from ckptrain.config.layout import Layout
 from ckptrain.config.schema import LoraConfig
 from ckptrain.config.shape import ModelShape
-from ckptrain.lifecycle.facts import DataIdentity, LoraSpec
+from ckptrain.lifecycle.facts import DataIdentity, LoraSpec, ProgramParts
 from ckptrain.lifecycle.phases import TRANSITIONS
 from ckptrain.training.observers import StepRecord
 
-PARTS = (BaseIdentity, ModelShape, DataIdentity, LoraSpec, Layout, FileDigest, TensorEntry)
+PARTS = (BaseIdentity, ModelShape, DataIdentity, LoraSpec, Layout, FileDigest, TensorEntry, ProgramParts)
 MANIFEST_HEAD = f"""# The manifest
 
 `manifest.json` is what a checkpoint says it is. It is written last, so that its presence says that the rest is there.
@@ -85,6 +85,7 @@ MEANINGS: Mapping[str, str] = {
     "Manifest.lora": "What the adapters are.",
     "Manifest.metrics": "What was measured at this step: `loss`, and `val_loss` where a validation fell on it.",
     "Manifest.versions": "Of ckptrain and the libraries that decide numbers and formats.",
+    "Manifest.program": "What was trained with that is in no configuration.",
     "BaseIdentity.fingerprint": "SHA-256 of the config and of samples of the weights.",
     "BaseIdentity.name": "As `model.pretrained` named it.",
     "BaseIdentity.revision": "The commit of a Hub model.",

@@ -21,7 +21,8 @@ FUNCTIONS = {
 }
 METHODS = {
     "Trainer": {
-        "__init__": "self config overrides=() *run_dir=None *callbacks=() *observers=() *loss=None",
+        "__init__": "self config overrides=() *run_dir=None *callbacks=() *observers=() *loss=None"
+        " *train=None *validation=None",
         "plan": "self",
         "run": "self",
         "run_until": "self step",
