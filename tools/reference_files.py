@@ -49,7 +49,7 @@ layer has is one tensor, `[layers, out, in]`. Types are {", ".join(f"`{name}`" f
 | `adapter` | `...adapter.linear_in.weight`, `...adapter.linear_out.weight` | A and B, in the type that was trained |
 | `optimizer` | `optimizer.state.exp_avg.NAME`, `optimizer.state.exp_avg_sq.NAME` | AdamW's moments, float32 |
 | | and a third, where the adapter is bfloat16 | its float32 master |
-| `rng` | `rng.rank00000.NAME` | states of the random generators of each process |
+| `rng` | `rng.states` | process by process the states of its random generators, in the order of their names |
 
 See it of a checkpoint of yours: `ckptrain inspect CKPT`. Why it is so:
 [why the format is as it is](../explanation/format.md).

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from ckptrain.checkpoint.dcp_metadata import read_dcp_metadata
 from ckptrain.checkpoint.manifest import FileDigest
-from ckptrain.checkpoint.ranks import Group, world_size
+from ckptrain.checkpoint.ranks import Group, rank, together, world_size
 from ckptrain.checkpoint.store import save_failures
 from ckptrain.errors import CheckpointDamaged, SaveFailed
 
@@ -187,14 +187,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with a `.metadata` that cannot run code."""
+    """DCP's reader, with a `.metadata` that was read without running code."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
-        self._directory = directory
+        self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return read_metadata(self._directory)
+        return self._metadata
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -269,6 +269,9 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path, group: Group = No
 def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = False) -> None:
     """Read into the tensors of a state, in place, every process its pieces of however many were written.
 
+    Each process plans what it reads by itself: rank 0 has nothing to add to it, and plans of thousands of processes for
+    all tensors would be hundreds of megabytes there.
+
     Args:
         state: where to read into.
         directory: what `save_tensors` wrote.
@@ -277,17 +280,24 @@ def load_tensors(state: Mapping[str, Tensor], directory: Path, *, alone: bool = 
     Raises:
         CheckpointDamaged: a tensor is missing, has another shape, or its file cannot be read.
     """
-    read_metadata(directory)  # its problems told as ours, before DCP wraps them in its own
+    if alone:
+        _load(state, directory)
+    else:
+        together(lambda: _load(state, directory))
+
+
+def _load(state: Mapping[str, Tensor], directory: Path) -> None:
+    metadata = read_metadata(directory)  # its problems told as ours, before DCP wraps them in its own
     try:
         with _without_warning():
             dcp.load(
                 dict(state),
-                storage_reader=_Reader(directory),
+                storage_reader=_Reader(directory, metadata),
                 planner=dcp.DefaultLoadPlanner(allow_partial_load=False),
-                no_dist=alone or world_size() == 1,
+                no_dist=True,
             )
     except CheckpointException as error:
-        reasons = [f"rank {where}: {_reason(failure[0])}" for where, failure in error.failures.items()]
+        reasons = [f"rank {rank()}: {_reason(failure[0])}" for failure in error.failures.values()]
         raise CheckpointDamaged(f"could not read {directory}", reasons) from error
 
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from ckptrain.checkpoint.ranks import gather_to_all, rank
+from ckptrain.checkpoint.ranks import gather_to_all, rank, world_size
 from ckptrain.checkpoint.sharded import Shard, ShardedState
 from ckptrain.megatron.adapters import AdapterParameter, Piece
 from ckptrain.megatron.optimizer import adam_states, optimizer_tensors
@@ -29,6 +29,7 @@ from ckptrain.megatron.platform import enter_platform
 
 _OPTIMIZER_PREFIX = "optimizer.state"
 _DEFAULT_GENERATOR = "default"
+_RNG_ROWS = "rng.states"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -184,6 +185,26 @@ def rng_state() -> dict[str, Tensor]:
     if enter_platform().is_cuda:
         states["cpu"] = torch.get_rng_state()
     return {_rng_name(generator): state.clone() for generator, state in states.items()}
+
+
+def rng_row(state: Mapping[str, Tensor]) -> dict[str, ShardedState]:
+    """Return what `rng_state` gave as this process's part of one tensor, uint8 [processes * bytes of each].
+
+    A tensor for each generator of each process would be most of what a checkpoint of thousands of processes describes.
+    It has one axis, since DCP looks for overlaps along the longest, and compares all that share a place on it.
+    """
+    row = torch.cat([state[name] for name in sorted(state)])
+    shard = Shard(offset=(rank() * len(row),), data=row)
+    return {_RNG_ROWS: ShardedState((world_size() * len(row),), [shard])}
+
+
+def rng_of_row(row: Mapping[str, ShardedState], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the states in a row, by name; `like` has others of the same names and sizes."""
+    names = sorted(like)
+    [shard] = row[_RNG_ROWS].shards
+    parts = shard.data.split([len(like[name]) for name in names])
+    # Copies: torch's generator of the CPU crashes on a state that is a view with something before it.
+    return {name: part.clone() for name, part in zip(names, parts, strict=True)}
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
@@ -23,7 +24,7 @@ from ckptrain.errors import RestoreMismatch
 from ckptrain.lifecycle.start_plan import Resume
 from ckptrain.megatron.adapters import fill_adapters
 from ckptrain.megatron.optimizer import master_of, set_step_count, step_count
-from ckptrain.megatron.state import StateView, rng_state, set_rng_state
+from ckptrain.megatron.state import StateView, rng_of_row, rng_row, rng_state, set_rng_state
 from ckptrain.megatron.world import seed_generators
 from ckptrain.training.setup import ModelSetup
 
@@ -125,15 +126,23 @@ def _restore_rng(plan: Resume, checkpoint: CommittedCheckpoint, config: RunConfi
         seed_generators(config.train.seed, plan.step)
         return "seeded from (seed, step, rank): the layout differs from the checkpoint's"
     state = rng_state()
-    held = checkpoint.manifest.tensors
-    # A GPU's generator has another state than a CPU's under the same name, of another size.
-    foreign = [name for name, own in state.items() if name not in held or held[name].shape != tuple(own.shape)]
-    if any(gather_to_all(foreign)):
+    row = rng_row(state)
+    if _holds(checkpoint, row):
+        load_tensors(row, checkpoint.path / OPTIMIZER_DIRECTORY)
+        state = rng_of_row(row, state)
+    elif _holds(checkpoint, state):  # before manifests of version 3 each generator was a tensor of its own
+        load_tensors(state, checkpoint.path / OPTIMIZER_DIRECTORY)
+    else:
         seed_generators(config.train.seed, plan.step)
         return "seeded from (seed, step, rank): the checkpoint's generators are another platform's"
-    load_tensors(state, checkpoint.path / OPTIMIZER_DIRECTORY)
     set_rng_state(state)
     return "restored on every rank"
+
+
+def _holds(checkpoint: CommittedCheckpoint, state: Mapping[str, Tensor]) -> bool:
+    """Tell whether a checkpoint has all of this for every rank: a GPU's generators have other sizes than a CPU's."""
+    held = checkpoint.manifest.tensors
+    return all(gather_to_all(all(name in held and held[name].shape == (*own.shape,) for name, own in state.items())))
 
 
 def _check_shapes(wanted: Mapping[str, tuple[int, ...]], checkpoint: CommittedCheckpoint, group: str) -> None:

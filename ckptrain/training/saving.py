@@ -21,7 +21,7 @@ from ckptrain.checkpoint.writer import CheckpointWriter, Content, Outcome
 from ckptrain.config.load import flatten
 from ckptrain.lifecycle.facts import LoraSpec
 from ckptrain.megatron.optimizer import step_count
-from ckptrain.megatron.state import HostCopy, rng_state
+from ckptrain.megatron.state import HostCopy, rng_row, rng_state
 from ckptrain.training.setup import DataSetup, ModelSetup
 from ckptrain.training.start import Survey, versions
 
@@ -108,7 +108,7 @@ class Saver:
                 step=position.step,
                 parts={
                     ADAPTER_DIRECTORY: self._adapters.state,
-                    OPTIMIZER_DIRECTORY: {**self._optimizer.state, **rng_state()},
+                    OPTIMIZER_DIRECTORY: {**self._optimizer.state, **rng_row(rng_state())},
                 },
                 describe=self._describe(position, metrics, self._steps_of_adam(), callbacks),
                 ready=lambda: (adapters(), moments()),

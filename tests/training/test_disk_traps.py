@@ -110,8 +110,8 @@ def test_a_run_after_a_failed_one_in_the_same_processes_goes_on_as_if_in_new_one
                 return
             train_step, calls = steps_module.train_step, []
 
-            def poisoned(model: Any, optimizer: Any, batches: Any) -> StepResult:
-                calls.append(train_step(model, optimizer, batches))
+            def poisoned(model: Any, optimizer: Any, batches: Any, *loss: Any) -> StepResult:
+                calls.append(train_step(model, optimizer, batches, *loss))
                 return calls[-1] if len(calls) < 3 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 
             patch.setattr(steps_module, "train_step", poisoned)

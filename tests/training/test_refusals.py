@@ -160,8 +160,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(
 ) -> None:
     """Step 4 of a resumed run gives NaN: the checkpoint of step 2 stays the newest, and its place is named."""
 
-    def poisoned(model: Any, optimizer: Any, batches: Any) -> StepResult:
-        result = train_step(model, optimizer, batches)
+    def poisoned(model: Any, optimizer: Any, batches: Any, *loss: Any) -> StepResult:
+        result = train_step(model, optimizer, batches, *loss)
         calls.append(result)
         return result if len(calls) < 2 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 

@@ -14,6 +14,7 @@ from support.files import data_files
 from support.launch import Ranks, launch, run_training
 
 from ckptrain.api import config_of_run
+from ckptrain.checkpoint.integrity import open_checkpoint
 from ckptrain.config.schema import RunConfig
 from ckptrain.lifecycle.journal import read_journal
 from ckptrain.training import saving as saving_module
@@ -131,6 +132,25 @@ def test_what_a_resume_leaves_out_is_said(tiny_config: Callable[..., RunConfig],
     plan = [event for event in events if event["event"] == "plan"][-1]
     assert any("optimizer" in note for note in plan["notes"])
     assert config_of_run(tmp_path).restore.optimizer, "the next start takes everything again"
+
+
+def test_generators_that_were_saved_one_by_one_are_restored(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of version 2 and before have a tensor for each; dropout goes on as in a run without a stop."""
+    config = tiny_config("train.steps=2", "optimizer.schedule=constant", DROPOUT, "data.validation=null")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "rng_row", lambda state: state)
+        launch(2, lambda: run_training(config, tmp_path / "old"))
+    names = open_checkpoint(tmp_path / "old/checkpoints/step-00000002").manifest.tensors
+    assert {"rng.rank00000.default", "rng.rank00001.default"} <= names.keys()
+    longer = tiny_config("train.steps=3", "optimizer.schedule=constant", DROPOUT, "data.validation=null")
+    for name in ("old", "straight"):
+        launch(2, lambda name=name: run_training(longer, tmp_path / name))
+    [receipt] = [event for event in read_journal(tmp_path / "old/journal.jsonl") if event["event"] == "receipt"]
+    assert receipt["rng"] == "restored on every rank"
+    last = "checkpoints/step-00000003"
+    assert data_files(tmp_path / "old" / last) == data_files(tmp_path / "straight" / last)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

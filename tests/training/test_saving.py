@@ -226,8 +226,8 @@ def test_a_run_that_fails_commits_what_it_had_begun(
     train_step = steps_module.train_step
     calls: list[StepResult] = []
 
-    def poisoned(model: Any, optimizer: Any, batches: Any) -> StepResult:
-        calls.append(train_step(model, optimizer, batches))
+    def poisoned(model: Any, optimizer: Any, batches: Any, *loss: Any) -> StepResult:
+        calls.append(train_step(model, optimizer, batches, *loss))
         return calls[-1] if len(calls) < 3 else StepResult(loss=float("nan"), learnt_tokens=1, grad_norm=1.0)
 
     monkeypatch.setattr(steps_module, "train_step", poisoned)
