@@ -25,6 +25,7 @@ CANNOT_RUN: Mapping[tuple[str, ...], str] = {
     ("curl",): "needs the server of the command before it",
     ("tensorboard",): "serves until it is stopped",
     ("pytest",): "is this",
+    ("python", "tools/bench_scale.py"): "plans for thousands of ranks, for a minute; tests/test_bench_scale.py runs it",
     ("python", "tools/compare_curves.py"): "trains for a minute, or needs a GPU; tests/test_compare_curves.py runs it",
 }
 """By the words that a command begins with. A ckptrain command in one of them is parsed, and planned where it trains."""
