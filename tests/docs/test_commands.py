@@ -26,6 +26,7 @@ CANNOT_RUN: Mapping[tuple[str, ...], str] = {
     ("tensorboard",): "serves until it is stopped",
     ("pytest",): "is this",
     ("python", "tools/bench_scale.py"): "plans for thousands of ranks, for a minute; tests/test_bench_scale.py runs it",
+    ("python", "tools/recipe_check.py"): "needs eight GPUs, or one; tests/test_recipe_check.py runs it on a tiny model",
     ("python", "tools/compare_curves.py"): "trains for a minute, or needs a GPU; tests/test_compare_curves.py runs it",
 }
 """By the words that a command begins with. A ckptrain command in one of them is parsed, and planned where it trains."""
