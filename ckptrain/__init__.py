@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptrain.api import describe_data, export, export_megatron, import_adapter, merge, plan, resume, run
     from ckptrain.trainer import Trainer
     from ckptrain.training.callbacks import Callback, Control, EarlyStopping, State
-    from ckptrain.training.program import Loss
+    from ckptrain.training.program import Loss, Samples
     from ckptrain.training.result import RunResult
 
 IMPORTED_S = time.monotonic()
@@ -27,6 +27,7 @@ __all__ = [
     "EarlyStopping",
     "Loss",
     "RunResult",
+    "Samples",
     "State",
     "Trainer",
     "describe_data",
@@ -45,6 +46,7 @@ _ELSEWHERE = {
     "EarlyStopping": "ckptrain.training.callbacks",
     "Loss": "ckptrain.training.program",
     "RunResult": "ckptrain.training.result",
+    "Samples": "ckptrain.training.program",
     "State": "ckptrain.training.callbacks",
     "Trainer": "ckptrain.trainer",
 }

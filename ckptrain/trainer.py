@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptrain.api import Source, default_run_dir, read_config
 from ckptrain.data.program_rows import keep_rows
-from ckptrain.errors import CkptrainError
+from ckptrain.errors import CkptrainError, ConfigError
 from ckptrain.installed import MEGATRON, require
 from ckptrain.training.program import Program
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptrain.convert.to_peft import Export
     from ckptrain.training.callbacks import Callback, State, StepFunction
     from ckptrain.training.observers import Observer
-    from ckptrain.training.program import Loss
+    from ckptrain.training.program import Loss, Samples
     from ckptrain.training.result import RunResult
     from ckptrain.training.session import Session
     from ckptrain.training.start import Start, Survey
@@ -48,24 +48,34 @@ class Trainer:
         loss: Loss | None = None,
         train: Iterable[Mapping[str, Any]] | None = None,
         validation: Iterable[Mapping[str, Any]] | None = None,
+        samples: Samples | None = None,
     ) -> None:
         """Read the configuration, and keep the rows that are given; nothing else is touched, and no torch loaded.
 
         `train` and `validation` are rows in the place of `data.train` and `data.validation`, in any format that files
-        may have; `data.format` says in which.
+        may have; `data.format` says in which. `samples` makes the rows of each step, in the place of `data.train`.
 
         Raises:
             CkptrainError: the configuration or a row cannot be used.
             ValueError: it is not a file, and no `run_dir` is given.
         """
         self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+        if samples is not None:
+            if train is not None:
+                raise ConfigError("cannot train on both", ["`train` and `samples` are given: leave out one"])
+            train = [{"samples of a program": samples.name}]  # stands for them where a configuration is asked for
         given = {"train": train, "validation": validation}
         kept = {role: str(keep_rows(rows, role)) for role, rows in given.items() if rows is not None}
         # As JSON, which is YAML: a path may have spaces and colons.
         of_rows = [f"data.{role}={json.dumps(path, ensure_ascii=False)}" for role, path in kept.items()]
         self.config = read_config(config, [*overrides, *of_rows], self.run_dir)
+        if samples is not None and self.config.data.split_validation_size is not None:
+            raise ConfigError(
+                "cannot validate on a part of what is not there yet",
+                ["data.split_validation_size is set beside `samples`: give `validation` or data.validation"],
+            )
         self._callbacks, self._observers = tuple(callbacks), tuple(observers)
-        self._program = Program(loss=loss)
+        self._program = Program(loss=loss, samples=samples)
         self._stack = contextlib.ExitStack()
         self._session: Session | None = None
         self._closed = False

@@ -188,6 +188,13 @@ def build_datasets(data: DataConfig, how: Tokenisation, seed: int, tell: Tell = 
     )
 
 
+def build_validation(data: DataConfig, how: Tokenisation, seed: int, tell: Tell = lambda *_: None) -> Dataset | None:
+    """Build what a run validates with, as `build_datasets` does, where it trains on nothing that `data` names."""
+    if data.validation is None:
+        return None
+    return in_rows(_sieved(data.validation, "validation", data, how, tell), data, seed)
+
+
 def in_rows(parts: Sequence[Sieved], data: DataConfig, seed: int, weights: tuple[float, ...] | None = None) -> Dataset:
     """Put the samples of each part into rows of its own."""
     rows: list[Rows] = []

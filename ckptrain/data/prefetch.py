@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptrain.data.batches import BatchSource, MicroBatch
+from ckptrain.data.stream import StreamSource
 
 
 class Prefetcher:
@@ -19,7 +20,7 @@ class Prefetcher:
     One thread, however many steps ahead: the work is copying from the page cache.
     """
 
-    def __init__(self, source: BatchSource, *, first_step: int, ahead: int) -> None:
+    def __init__(self, source: BatchSource | StreamSource, *, first_step: int, ahead: int) -> None:
         self._source = source
         self._ahead = ahead
         self._next = first_step

@@ -37,6 +37,8 @@ class ProgramParts:
 
     loss: str | None = None
     """Of its loss function; null is cross-entropy."""
+    samples: str | None = None
+    """Of the function that makes the samples of each step; null is what data.train names."""
 
 
 @attrs.frozen(kw_only=True)

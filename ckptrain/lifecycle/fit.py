@@ -26,7 +26,7 @@ def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
     problems = _base_problems(run.base, checkpoint.base.name, checkpoint.base.fingerprint)
     if run.lora.settings.kind == checkpoint.lora.settings.kind:  # otherwise the modules have other names, and more
         problems += _module_problems(run.lora, checkpoint.lora)
-    problems += _loss_problems(run.program, checkpoint.program)
+    problems += _program_problems(run.program, checkpoint.program)
     if checkpoint.data is None or checkpoint.tokenizer_fingerprint is None:
         problems.append(
             "it was not saved by a training, so it has no data position; give it as model.adapter in a new --run-dir"
@@ -38,6 +38,8 @@ def identity_problems(run: RunFacts, checkpoint: CheckpointFacts) -> list[str]:
             f" {_short(run.tokenizer_fingerprint)} now, so the same text gives other tokens; restore the base model's"
             f" tokenizer files, and the file that data.chat_template names if it does, or {_NEW_RUN}"
         )
+    if run.program.samples != checkpoint.program.samples:  # told already; data of another kind is other data
+        return problems
     return problems + data_problems(run.data, checkpoint.data)
 
 
@@ -143,21 +145,34 @@ def _module_problems(here: LoraSpec, there: LoraSpec) -> list[str]:
     return [problem]
 
 
-def _loss_problems(here: ProgramParts, there: ProgramParts) -> list[str]:
-    """Compare the names of two losses; of what the functions compute a name is all that is known."""
-    if here.loss == there.loss:
-        return []
-    if there.loss is None:
-        return [f"the loss is cross-entropy there and {here.loss!r} now; leave out `loss`, or {_NEW_RUN}"]
-    own = f"the loss is {there.loss!r} there, a function of the program that trained it, and"
-    if here.loss is None:
-        problem = (
-            f"{own} cross-entropy now; go on by that program, which gives ckptrain.Trainer"
-            f" loss=ckptrain.Loss(function, name={there.loss!r}): the command line cannot have it; or {_NEW_RUN}"
-        )
-    else:
-        problem = f"{own} {here.loss!r} now; give the function of that name, or {_NEW_RUN}"
-    return [problem]
+_BROUGHT = {
+    "loss": ("the loss is", "cross-entropy", "Loss"),
+    "samples": ("the samples are made by", "nobody, but read from data.train", "Samples"),
+}
+"""What a program may bring: how it is called, what is there without it, and the class that it is given in."""
+
+
+def _program_problems(here: ProgramParts, there: ProgramParts) -> list[str]:
+    """Compare the names of what programs brought; of what the functions compute a name is all that is known."""
+    problems = []
+    for part, (said, without, kind) in _BROUGHT.items():
+        now, then = getattr(here, part), getattr(there, part)
+        if now == then:
+            continue
+        if then is None:
+            problems.append(f"{said} {without} there and {now!r} now; leave out `{part}`, or {_NEW_RUN}")
+        elif now is None:
+            problems.append(
+                f"{said} {then!r} there, a function of the program that trained it, and {without} now; go on by that"
+                f" program, which gives ckptrain.Trainer {part}=ckptrain.{kind}(function, name={then!r}): the command"
+                f" line cannot have it; or {_NEW_RUN}"
+            )
+        else:
+            problems.append(
+                f"{said} {then!r} there, a function of the program that trained it, and {now!r} now; give the function"
+                f" of that name, or {_NEW_RUN}"
+            )
+    return problems
 
 
 def _only(where: str, names: set[str], shown: int = 2) -> str:

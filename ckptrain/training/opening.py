@@ -35,8 +35,9 @@ def start_facts(survey: Survey, run_dir: Path) -> dict[str, Any]:
 
 def tell_data(data: DataSetup, journal: Journal, told: Observers) -> None:
     """Journal and tell what became of the rows."""
-    journal.record("data", train=attrs.asdict(data.train.summary))
-    told.on_progress(f"training data: {data.train.summary.describe()}")
+    if data.train is not None:
+        journal.record("data", train=attrs.asdict(data.train.summary))
+        told.on_progress(f"training data: {data.train.summary.describe()}")
     if data.validation is not None:
         journal.record("data", validation=attrs.asdict(data.validation.summary))
         told.on_progress(f"validation data: {data.validation.summary.describe()}")

@@ -7,12 +7,12 @@ and a comment or another Python makes other code of the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ckptrain.errors import ConfigError
+from ckptrain.errors import ConfigError, DataError
 from ckptrain.lifecycle.facts import ProgramParts
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 type LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [tokens, vocabulary], labels int64 [tokens]) to the loss of each token, [tokens]."""
+
+type SampleFunction = Callable[[int], Sequence[Mapping[str, Any]]]
+"""(step, from 1) to the rows of its global batch."""
 
 _LONGEST_NAME = 100
 
@@ -54,23 +57,71 @@ class Loss:
     name: str = attrs.field(kw_only=True, validator=_check_name)
 
 
+@attrs.frozen
+class Samples:
+    """A function that makes the samples of each step, in the place of `data.train`: for on-policy training.
+
+    It is called on rank 0 when a step begins, with its number, from 1 and over all starts, and returns as many rows as
+    `train.global_batch_size` says, in any format that files may have. Each is a sequence of its own.
+
+    `name` stands for it in checkpoints. What it gave is nowhere: a resume goes on with the next step, and whether that
+    gives what an uninterrupted run would have seen is the function's affair.
+    """
+
+    function: SampleFunction = attrs.field(validator=_check_function)
+    name: str = attrs.field(kw_only=True, validator=_check_name)
+
+
 @attrs.frozen(kw_only=True)
 class Program:
     """All that a program brings to a run."""
 
     loss: Loss | None = None
+    samples: Samples | None = None
 
     @property
     def parts(self) -> ProgramParts:
         """Return the names, as checkpoints have them."""
-        return ProgramParts(loss=None if self.loss is None else self.loss.name)
+        return ProgramParts(
+            loss=None if self.loss is None else self.loss.name,
+            samples=None if self.samples is None else self.samples.name,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Say what is otherwise than the configuration lets one think."""
+        notes = []
+        if self.samples is not None:
+            notes.append(
+                f"samples are made by {self.samples.name!r}, a function of this program: what it gives cannot be"
+                " compared with what it gave"
+            )
         if self.loss is None:
-            return ()
+            return tuple(notes)
         return (
+            *notes,
             f"the loss is {self.loss.name!r}, a function of this program: only a program that has it can resume the"
             " run, and the logits of a micro-batch are held whole",
         )
+
+
+def rows_of(samples: Samples, step: int, count: int) -> list[Mapping[str, Any]]:
+    """Return the rows of a step.
+
+    Raises:
+        DataError: they are not as many as a global batch has, or not rows.
+    """
+    rows = list(samples.function(step))
+    if len(rows) != count:
+        raise DataError(
+            f"samples {samples.name!r} gave {len(rows)} rows for step {step}",
+            [f"expected {count}, which is train.global_batch_size"],
+        )
+    problems = [
+        f"row {number}: expected a mapping, found {type(row).__name__}"
+        for number, row in enumerate(rows, start=1)
+        if not isinstance(row, Mapping)
+    ]
+    if problems:
+        raise DataError(f"samples {samples.name!r} gave what is no row for step {step}", problems[:20])
+    return rows

@@ -156,9 +156,10 @@ class Session:
         last_saved = self.start.checkpoint if isinstance(plan, Resume) else None
         self._keeper = Keeper(saver, self.journal, self.told, last_saved, self._on_saved)
         workers = self.config.data.workers
-        batches = stack.enter_context(
-            Prefetcher(data.source, first_step=done, ahead=_STEPS_AHEAD if workers is None else workers)
-        )
+        ahead = _STEPS_AHEAD if workers is None else workers
+        if data.train is None:  # samples of a step may depend on the one before
+            ahead = 0
+        batches = stack.enter_context(Prefetcher(data.source, first_step=done, ahead=ahead))
         stack.callback(release_graphs, setup.model)
         self.before = None if isinstance(plan, Resume) else self._evaluate(with_sample=True)
         if self.lifecycle.phase is not Phase.TRAINING:

@@ -9,12 +9,14 @@ from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.ranks import together
+from ckptrain.checkpoint.ranks import on_rank0, together
 from ckptrain.convert.parity import BaseParity, check_base
 from ckptrain.convert.pretrained import local_directory
 from ckptrain.data.batches import BatchLayout, BatchSource, MicroBatch, validation_batches
-from ckptrain.data.chat import Prompt, prompt_of
-from ckptrain.data.dataset import Dataset, build_datasets
+from ckptrain.data.chat import Prompt, Sample, prompt_of
+from ckptrain.data.dataset import Dataset, build_datasets, build_validation
+from ckptrain.data.stream import StreamSource, samples_of_rows
+from ckptrain.data.tokenise import Tokenisation
 from ckptrain.errors import DataError
 from ckptrain.lifecycle.facts import DataIdentity
 from ckptrain.lifecycle.phases import Lifecycle, Phase
@@ -26,6 +28,7 @@ from ckptrain.megatron.optimizer import build_optimizer, wrap_for_training
 from ckptrain.megatron.platform import choose_backend, enter_platform, reproducible
 from ckptrain.megatron.state import AdapterStore
 from ckptrain.training.observers import Observer
+from ckptrain.training.program import rows_of
 from ckptrain.training.revisions import identify_data
 from ckptrain.training.start import Survey
 from ckptrain.training.startup import StartClock
@@ -36,11 +39,12 @@ from ckptrain.training.tokens import tokenisation
 class DataSetup:
     """The data of this rank."""
 
-    train: Dataset
+    train: Dataset | None
+    """None where a program makes the samples of each step."""
     validation: Dataset | None
     identity: DataIdentity
     """That of the survey, with the counts that are known now."""
-    source: BatchSource
+    source: BatchSource | StreamSource
     validation_batches: tuple[MicroBatch, ...]
     prompt: Prompt | None
     tokenizer: Any
@@ -78,9 +82,8 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
     config, layout = survey.config, survey.layout
     told = observer or Observer()
     how = together(lambda: tokenisation(survey.base, config.data))
-    built = together(lambda: build_datasets(config.data, how, config.train.seed, told.on_tokenising))
+    train, validation = together(lambda: _build(survey, how, told))
     together(lambda: _check_unchanged(survey))
-    train, validation = built.train, built.validation
     deal = BatchLayout(
         micro_batch_size=config.train.micro_batch_size,
         data_parallel_rank=world.data_parallel_rank(),
@@ -92,14 +95,39 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
     return DataSetup(
         train=train,
         validation=validation,
-        identity=attrs.evolve(survey.data, num_samples=len(train.samples), num_rows=len(train.rows)),
-        source=BatchSource(
+        identity=survey.data
+        if train is None
+        else attrs.evolve(survey.data, num_samples=len(train.samples), num_rows=len(train.rows)),
+        source=_stream(survey, how, deal)
+        if train is None
+        else BatchSource(
             dataset=train, seed=config.train.seed, global_batch_size=config.train.global_batch_size, layout=deal
         ),
         validation_batches=() if validation is None else tuple(validation_batches(validation, deal)),
         prompt=prompt_of(validation.first_record(), how.tokenizer) if asks and validation is not None else None,
         tokenizer=how.tokenizer,
     )
+
+
+def _build(survey: Survey, how: Tokenisation, told: Observer) -> tuple[Dataset | None, Dataset | None]:
+    """Return what is trained on, where that is a data set, and what the run validates with."""
+    data, seed = survey.config.data, survey.config.train.seed
+    if survey.program.samples is not None:
+        return None, build_validation(data, how, seed, told.on_tokenising)
+    built = build_datasets(data, how, seed, told.on_tokenising)
+    return built.train, built.validation
+
+
+def _stream(survey: Survey, how: Tokenisation, layout: BatchLayout) -> StreamSource:
+    samples, data = survey.program.samples, survey.config.data
+    size = survey.config.train.global_batch_size
+    assert samples is not None
+
+    def make(step: int) -> list[Sample | None]:
+        rows = on_rank0(lambda: rows_of(samples, step, size))
+        return together(lambda: samples_of_rows(rows, data, how, f"samples {samples.name!r} of step {step}"))
+
+    return StreamSource(make, data.sequence_length, size, layout)
 
 
 def _check_unchanged(survey: Survey) -> None:

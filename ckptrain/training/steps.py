@@ -16,6 +16,7 @@ from ckptrain.config.flops import peak_flops_per_s, training_flops
 from ckptrain.config.schedule import learning_rate
 from ckptrain.data.batches import BatchSource
 from ckptrain.data.prefetch import Prefetcher
+from ckptrain.data.stream import StreamSource
 from ckptrain.errors import TrainingDiverged
 from ckptrain.megatron.optimizer import set_learning_rate
 from ckptrain.megatron.own_loss import OwnLoss, check_loss
@@ -29,7 +30,9 @@ from ckptrain.training.start import Survey
 class Steps:
     """Makes the steps of a run."""
 
-    def __init__(self, survey: Survey, setup: ModelSetup, source: BatchSource, batches: Prefetcher) -> None:
+    def __init__(
+        self, survey: Survey, setup: ModelSetup, source: BatchSource | StreamSource, batches: Prefetcher
+    ) -> None:
         """Try the loss of the program, if it has one; collective.
 
         Raises:

@@ -22,7 +22,7 @@ FUNCTIONS = {
 METHODS = {
     "Trainer": {
         "__init__": "self config overrides=() *run_dir=None *callbacks=() *observers=() *loss=None"
-        " *train=None *validation=None",
+        " *train=None *validation=None *samples=None",
         "plan": "self",
         "run": "self",
         "run_until": "self step",
@@ -53,6 +53,7 @@ METHODS = {
 FIELDS = {
     "State": "phase step steps loss val_loss record last_checkpoint plan stop_reason error",
     "Loss": "function name",
+    "Samples": "function name",
     "RunResult": "status run_dir plan step checkpoint loss val_loss_before val_loss_after samples stop_reason",
 }
 
