@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from support.files import data_files
 from support.launch import launch, run_training
+from torch.nn.functional import cross_entropy
 
-from ckptrain import Callback, Control, EarlyStopping, State, Trainer, export
+from ckptrain import Callback, Control, EarlyStopping, Loss, Samples, State, Trainer, export
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CkptrainError, ConfigError
 
@@ -48,20 +50,33 @@ def test_pieces_are_the_whole_bit_for_bit(world: int, tiny_config: Make, tmp_pat
     assert data_files(checkpoints[0]) == data_files(checkpoints[1])
 
 
-def test_closing_saves_and_the_next_trainer_goes_on(tiny_config: Make, tmp_path: Path) -> None:
-    """Several trainers one after another in one process: the state of the first goes on in the second, exactly."""
+@pytest.mark.parametrize("brings", [False, True], ids=["of files", "with all that a program can bring"])
+def test_closing_saves_and_the_next_trainer_goes_on(brings: bool, tiny_config: Make, tmp_path: Path) -> None:
+    """Several trainers one after another in one process: the state of the first goes on in the second, exactly.
+
+    Nothing of a model is left in memory, whatever a program has brought and still holds.
+    """
     config = tiny_config(DROPOUT)
 
     def one_after_another() -> list[Any]:
-        with Trainer(config, run_dir=tmp_path / "run") as first:
+        rows = [{"prompt": f"{n} ", "completion": "ok"} for n in range(4)]
+        brought: dict[str, Any] = {}
+        if brings:
+            brought = {
+                "loss": Loss(partial(cross_entropy, reduction="none"), name="plain"),
+                "samples": Samples(lambda _: rows, name="rows"),
+                "validation": rows,
+                "callbacks": [EarlyStopping(patience=9)],
+            }
+        with Trainer(config, run_dir=tmp_path / "run", **brought) as first:
             first.run_until(3)
         stopped = result_of(tmp_path / "run")
-        with Trainer(config, run_dir=tmp_path / "run") as second:
+        with Trainer(config, run_dir=tmp_path / "run", **brought) as second:
             planned = second.plan().plan.kind
             result = second.run()
-        with Trainer(config, run_dir=tmp_path / "other") as third:
+        with Trainer(config, run_dir=tmp_path / "other", **brought) as third:
             straight = third.run()
-        with Trainer(config, run_dir=tmp_path / "run") as fourth:
+        with Trainer(config, run_dir=tmp_path / "run", **brought) as fourth:
             again = fourth.run()
         assert not torch.distributed.is_initialized()
         gc.collect()
