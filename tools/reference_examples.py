@@ -13,6 +13,7 @@ NEEDS: Mapping[str, str] = {
     "kill_and_resume.py": "a CPU, six minutes",
     "embed.py": "a CPU, four minutes",
     "embed_trainer.py": "a CPU, four minutes",
+    "embed_own.py": "a CPU, two minutes",
     "pipeline.py": "a CPU, four minutes for the quickstart",
     "squad_lora.yaml": "one GPU; the Hub, or the model and the dataset in directories",
     "tulu3_lora.yaml": "eight GPUs; the Hub, or the model and the dataset in directories",

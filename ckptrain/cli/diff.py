@@ -30,6 +30,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "run": ("run_id", "created"),
     "base": ("base", "shape", "tokenizer_fingerprint"),
     "data": ("data",),
+    "program": ("program",),
     "lora": ("lora",),
     "layout": ("layout",),
     "metrics": ("metrics",),

@@ -130,6 +130,7 @@ def _rows(report: Mapping[str, Any]) -> list[Row]:
     revision = f" at {base['revision']}" if base["revision"] else ""
     kinds = sorted({name.rpartition(".")[2] for name in modules})
     dropout = f", dropout {settings['dropout']:g}" if settings["dropout"] else ""
+    brought = [f"{part} {name!r}" for part, name in report["program"].items() if name is not None]
     return [
         ("checkpoint", report["path"]),
         (
@@ -150,6 +151,7 @@ def _rows(report: Mapping[str, Any]) -> list[Row]:
             ),
         ),
         ("layout", f"{layout_text(_layout(report['layout']))}, {plural(report['layout']['world_size'], 'process')}"),
+        *([("program", ", ".join(brought))] if brought else []),
         ("metrics", ", ".join(f"{name} {value:.4f}" for name, value in report["metrics"].items()) or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(report["versions"].items()))),
     ]

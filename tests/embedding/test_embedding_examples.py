@@ -46,6 +46,15 @@ def test_the_adapter_is_served_while_it_learns(config: str, tmp_path: Path) -> N
     assert (tmp_path / "runs/on-policy-adapter/adapter_model.safetensors").is_file()
 
 
+def test_a_program_trains_on_what_it_makes(config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """embed_own.py goes to the end, and the command line says why it cannot go on with its run."""
+    launch(1, lambda: example("embed_own").main(config, ["train.steps=2"]))
+    assert "finished at step 2" in capfd.readouterr().out
+    refused = CliRunner().invoke(cli, ["resume", str(tmp_path / "runs/additions"), "train.steps=3"])
+    assert refused.exit_code == 69
+    assert "loss=ckptrain.Loss(function, name='smoothed-0.1')" in " ".join(refused.stderr.split())
+
+
 def test_the_pipeline_does_its_work_once(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time the run is found done, the export is left alone, and result.json stays as it was."""
     pipeline = example("pipeline")

@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
+from click.testing import CliRunner
 from peft import PeftModel
 from support.files import data_files
 from support.launch import launch, run_training
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptrain import Loss, Trainer, api
 from ckptrain.checkpoint.integrity import open_checkpoint
+from ckptrain.cli.main import cli
 from ckptrain.config.base import locate_base
 from ckptrain.config.schema import RunConfig
 from ckptrain.convert.to_peft import export_adapter
@@ -138,6 +140,10 @@ def test_a_resume_needs_the_loss_of_the_same_name(tiny_config: Make, tmp_path: P
     launch(1, lambda: stop(other, None))
     manifest = open_checkpoint(run_dir / "checkpoints/step-00000002").manifest
     assert manifest.program.loss == "smoothed-0.1"
+    shown = CliRunner().invoke(cli, ["inspect", str(run_dir)]).output
+    assert "loss 'smoothed-0.1'" in shown
+    different = CliRunner().invoke(cli, ["diff", str(other), str(run_dir)]).output
+    assert "smoothed-0.1" in different
     with pytest.raises(StartRefused, match=r"loss=ckptrain.Loss\(function, name='smoothed-0.1'\): the command line"):
         api.plan(config, run_dir=run_dir)
     with pytest.raises(StartRefused, match=r"the loss is 'smoothed-0.1' there, .* and 'focal' now"):

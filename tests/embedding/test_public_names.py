@@ -87,7 +87,9 @@ def test_a_program_that_uses_it_passes_mypy_strict(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("import ckptrain\n\nckptrain.Trainer('x.yaml', run_dir='r').run_until('3')\n")
     options = ["--strict", "--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
-    examples = [str(root / "examples" / name) for name in ("embed.py", "embed_trainer.py", "pipeline.py")]
+    examples = [
+        str(root / "examples" / name) for name in ("embed.py", "embed_trainer.py", "embed_own.py", "pipeline.py")
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, *examples, str(wrong)],
         cwd=root,
