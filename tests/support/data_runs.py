@@ -179,9 +179,9 @@ def run_recorded(config: RunConfig, run_dir: Path, observers: Iterable[Observer]
     validation: list[tuple[Micro, ...]] = [()]
     train_step, validation_loss = steps_module.train_step, run_module.validation_loss
 
-    def recorded_step(model: Any, optimizer: Any, batches: Any) -> Any:
+    def recorded_step(model: Any, optimizer: Any, batches: Any, *loss: Any) -> Any:
         steps.append(tuple(map(samples_of, batches)))
-        return train_step(model, optimizer, batches)
+        return train_step(model, optimizer, batches, *loss)
 
     def recorded_validation(setup: Any, data: Any) -> Any:
         validation.append(tuple(map(samples_of, data.validation_batches)))
