@@ -20,6 +20,7 @@ from ckptrain.cli.launched import is_launched
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.quiet import quiet_libraries
 from ckptrain.cli.slurm import step_environment
+from ckptrain.cli.torchrun import stay_stopped
 from ckptrain.config.load import load_config
 from ckptrain.config.schema import RunConfig
 from ckptrain.installed import MEGATRON, require
@@ -102,7 +103,9 @@ def _train_here(config: RunConfig, run_dir: Path, num_processes: int, *, quiet: 
 
     clock = StartClock.of_command()
     if os.environ.get("RANK", "0") != "0":
-        return Answer(report={}, exit_status=api.run(config, run_dir=run_dir, clock=clock).exit_status)
+        result = api.run(config, run_dir=run_dir, clock=clock)
+        stay_stopped(result, os.environ)
+        return Answer(report={}, exit_status=result.exit_status)
     from ckptrain.cli.ending import show_end
     from ckptrain.cli.forecast import Rhythm
     from ckptrain.cli.page import open_console
@@ -113,6 +116,7 @@ def _train_here(config: RunConfig, run_dir: Path, num_processes: int, *, quiet: 
     else:
         with Progress(open_console(), Rhythm.of(config), name=run_dir.name) as told:
             result = api.run(config, run_dir=run_dir, observers=[told], clock=clock)
+    stay_stopped(result, os.environ)
     report = result_report(result, config.train.steps)
     # The run directory as it was given is what people recognise and can type.
     report["run_dir"] = str(run_dir)

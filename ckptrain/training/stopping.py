@@ -13,6 +13,7 @@ from typing import Any, Self
 from ckptrain.checkpoint.ranks import gather_to_all
 
 STOP_FILE = "stop"
+_BY_SIGNAL = "signal"
 SLURM_END_TIME = "SLURM_JOB_END_TIME"
 """When Slurm will end the job, in seconds since the epoch: https://slurm.schedmd.com/sbatch.html (output variables)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -76,7 +77,7 @@ class StopRequests:
 
     def _own_reason(self, needed_s: float) -> str | None:
         if self._signal is not None:
-            return f"signal {self._signal}"
+            return f"{_BY_SIGNAL} {self._signal}"
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "train.max_minutes is over"
         if self._end_of_job is not None and needed_s > 0:
@@ -86,6 +87,11 @@ class StopRequests:
         if self._stop_file.exists():
             return f"the file {self._stop_file} asks for it"
         return None
+
+
+def is_signal(reason: str | None) -> bool:
+    """Tell whether a reason to stop is a signal: of a scheduler, or a launcher that starts the processes anew."""
+    return reason is not None and reason.split()[0] == _BY_SIGNAL
 
 
 def _end_of_job(environment: Mapping[str, str]) -> float | None:

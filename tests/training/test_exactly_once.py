@@ -1,14 +1,13 @@
 """A run that is stopped and resumed sees the samples of the one that was not: each record once in each epoch.
 
-Every combination of where it is stopped, how many batches are laid out ahead, how many data parallel ranks there are
-before and after, and whether samples are packed: real runs, whose model is asked what it was given.
+Every combination of where it is stopped, how many data parallel ranks there are before and after, and whether samples
+are packed, and of each with how many batches are laid out ahead: real runs, whose model is asked what it was given.
 """
 
 from __future__ import annotations
 
 import shutil
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,13 @@ class Resumed:
         return f"{self.before} then {self.ranks}"
 
 
-STOPPED = [Stopped(*values) for values in product((1, 2), STOPS, AHEAD, PACKING)]
+# Ahead goes in turn: each number meets every stop, every number of ranks, and packed and unpacked rows.
+STOPPED = [
+    Stopped(1 + ranks, stop, AHEAD[(ranks + when + packed) % len(AHEAD)], packing)
+    for ranks in range(2)
+    for when, stop in enumerate(STOPS)
+    for packed, packing in enumerate(PACKING)
+]
 RESUMED = [Resumed(was, after) for was in STOPPED for before, after in DATA_PARALLEL if was.ranks == before]
 
 
