@@ -140,6 +140,11 @@ class ParallelConfig:
     sequence: bool = option(
         "Sequence parallelism: shard the activations between tensor parallel regions.", default=False
     )
+    timeout_minutes: float = option(
+        "How long a step may take, or a process say nothing, before the run ends on all of several processes.",
+        default=10.0,
+        above=0.0,
+    )
 
 
 @attrs.frozen(kw_only=True)

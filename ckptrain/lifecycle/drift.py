@@ -90,6 +90,7 @@ RULES: Mapping[str, Rule] = {
     "parallel.context": _noted(_LAYOUT),
     "parallel.expert": _noted(_LAYOUT),
     "parallel.sequence": _noted(_LAYOUT),
+    "parallel.timeout_minutes": _free(_STOPPING),
     "data.train": _free(_BY_FINGERPRINT),
     "data.validation": _free(_BY_FINGERPRINT),
     "data.split_validation_size": _order("decides which samples there are"),
@@ -143,6 +144,11 @@ SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.schedule", "opti
 
 ABSENT = "(not a key there)"
 """Stands for the value of a key that one of the two configurations lacks: they are of different versions."""
+
+
+def is_by_fingerprint(key: str) -> bool:
+    """Tell whether what a key leads to is compared, and not its value: a path, which may be another on each host."""
+    return RULES[key].effect == _BY_FINGERPRINT
 
 
 @attrs.frozen(kw_only=True)

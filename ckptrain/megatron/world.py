@@ -17,7 +17,11 @@ from ckptrain.config.layout import Layout
 from ckptrain.megatron.bridge import enter_megatron
 from ckptrain.megatron.platform import enter_platform
 
-_TIMEOUT = dt.timedelta(minutes=30)
+_MEETING = dt.timedelta(minutes=30)
+"""For all processes of a launch to be there."""
+_COLLECTIVE = dt.timedelta(hours=24)
+"""For one collective. One process may tokenise for hours while the others wait; that all are alive is seen to by
+`ckptrain.training.watchdog`."""
 
 
 _openings = itertools.count()
@@ -26,7 +30,7 @@ _openings = itertools.count()
 @functools.cache
 def _shared_store(_process_id: int) -> tuple[Any, int, int]:
     """Return the store of this launch, this process's rank and the number of processes; it is opened once."""
-    found: tuple[Any, int, int] = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    found: tuple[Any, int, int] = next(dist.rendezvous("env://", timeout=_MEETING))
     return found
 
 
@@ -50,11 +54,16 @@ def open_process_group() -> Iterator[None]:
         return
     store, number, count = _rendezvous()
     backend = enter_platform().process_group_backend
-    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=_COLLECTIVE)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def connect_to_store() -> Any:
+    """Return a connection of its own to the store of the open process group."""
+    return dist.distributed_c10d._get_default_store().clone()
 
 
 def open_model_parallel(layout: Layout, seed: int) -> None:

@@ -80,6 +80,10 @@ class Wishes:
     save: bool = False
     evaluate: bool = False
 
+    def __or__(self, more: Wishes) -> Wishes:
+        """Return both; a second look at the validation set would be the same, and is left out."""
+        return Wishes(stop=self.stop or more.stop, save=self.save or more.save)
+
 
 class Callback:
     """Shown a run at its events; override what you care for. An error in one ends the run, as an error of yours.

@@ -11,6 +11,7 @@ from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.errors import ConfigError
 from ckptrain.lifecycle.journal import Journal, NullJournal
 from ckptrain.megatron.world import open_process_group
+from ckptrain.training.agreement import check_agreement
 from ckptrain.training.callbacks import Callbacks
 from ckptrain.training.directory import check_shared, claimed, prepare
 from ckptrain.training.observers import Observer, Observers
@@ -18,6 +19,7 @@ from ckptrain.training.result import RunResult, refusals_told
 from ckptrain.training.session import Session
 from ckptrain.training.start import Survey, decide_start
 from ckptrain.training.startup import StartClock
+from ckptrain.training.watchdog import Watchdog
 
 __all__ = ["RunResult", "open_session", "run_training"]
 
@@ -57,8 +59,10 @@ def open_session(
         )
     clock = clock or StartClock()
     with open_process_group(), contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(60 * survey.config.parallel.timeout_minutes))
         clock.mark("process groups")
         told = Observers(observers if rank() == 0 else ())
+        check_agreement(survey, rank(), told.on_warning)
         claim = on_rank0(lambda: stack.enter_context(claimed(run_dir, tell=told.on_progress)))
         together(lambda: check_shared(claim))
         with refusals_told(run_dir, is_ours=True):
@@ -66,9 +70,9 @@ def open_session(
             on_rank0(lambda: prepare(survey, start, run_dir))
         clock.mark("plan")
         journal = Journal(run_dir / JOURNAL) if rank() == 0 else NullJournal()
-        session = Session(survey, start, run_dir, journal, told, callbacks or Callbacks(), clock)
+        session = Session(survey, start, run_dir, journal, told, callbacks or Callbacks(), clock, watchdog)
         try:
-            with contextlib.ExitStack() as opened:
+            with watchdog.explaining(), contextlib.ExitStack() as opened:
                 session.open(opened, claim.check)
                 yield session
                 session.close()

@@ -36,6 +36,7 @@ from ckptrain.training.start import Start, Survey
 from ckptrain.training.startup import StartClock, StartReport
 from ckptrain.training.steps import Steps
 from ckptrain.training.stopping import StopRequests
+from ckptrain.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ckptrain.convert.to_peft import Export
@@ -55,10 +56,12 @@ class Session:
         told: Observers,
         callbacks: Callbacks,
         clock: StartClock,
+        watchdog: Watchdog,
     ) -> None:
         self.survey, self.start, self.run_dir = survey, start, run_dir
         self.config = survey.config
         self.journal, self.told, self.callbacks, self.clock = journal, told, callbacks, clock
+        self._watchdog = watchdog
         self.lifecycle = Lifecycle(journal.record)
         self.run_id = broadcast_from_rank0(start.run_id or uuid.uuid4().hex)
         self.samples: list[SampleAnswer] = []
@@ -73,6 +76,8 @@ class Session:
         self.before: float | None = None
         self.exported: Path | None = None
         self._step_of_save = -1
+        self._is_running = False
+        watchdog.follow(lambda: self.activity, self.failed)
         self._stop_reason: str | None = None
         self._error: BaseException | None = None
         self._result: RunResult | None = None
@@ -92,6 +97,13 @@ class Session:
             stop_reason=self._stop_reason,
             error=None if self._error is None else f"{type(self._error).__name__}: {self._error}",
         )
+
+    @property
+    def activity(self) -> tuple[str, bool]:
+        """What is being done, for others that wait for this process, and whether it is a step."""
+        if self._is_running and self.lifecycle.phase is Phase.TRAINING:
+            return f"making step {self.position.step + 1}", True
+        return f"{self.lifecycle.phase.value.lower()} after step {self.position.step}", False
 
     def _tell(self, event: str) -> None:
         self.callbacks.tell(event, self.state)
@@ -204,7 +216,7 @@ class Session:
             return self._result
         last = self.config.train.steps
         until = last if step is None else min(step, last)
-        with self._failing():
+        with self._running(), self._failing():
             while self.position.step < until:
                 if (reason := self._reason_to_stop()) is not None:
                     return self._drain(reason)
@@ -215,6 +227,14 @@ class Session:
             if self._stop_reason is not None:
                 return self._drain(self._stop_reason)
         return self._result_of("paused")
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _reason_to_stop(self) -> str | None:
         if self._stop_reason is not None:
@@ -245,7 +265,7 @@ class Session:
         if last or due or wishes.evaluate:
             val_loss = self._evaluate(with_sample=last)
             # What is asked for on seeing the validation loss is of this step too, but another look would be the same.
-            wishes = _both(wishes, self.callbacks.agree())
+            wishes |= self.callbacks.agree()
         self._obey(wishes)
         if last or step % self.config.checkpoint.every_steps == 0 or wishes.save:
             self._keep(val_loss, secure=last)
@@ -331,7 +351,8 @@ class Session:
         if self._error is not None:
             raise self._error
         try:
-            yield
+            with self._watchdog.explaining():
+                yield
         except BaseException as error:
             if isinstance(error, Exception):
                 # The save that was under way counts, and is told, before the error that ends the run.
@@ -383,7 +404,3 @@ class Session:
             samples=tuple(self.samples),
             stop_reason=self._stop_reason if status == "stopped" else None,
         )
-
-
-def _both(first: Wishes, second: Wishes) -> Wishes:
-    return Wishes(stop=first.stop or second.stop, save=first.save or second.save)
