@@ -53,6 +53,10 @@ class RankFailed(CkptrainError):
     """
 
 
+class RankLost(CkptrainError):
+    """A process of a launch is gone, says nothing, does not get on, or has failed alone; raised in the others."""
+
+
 class ConfigError(ProblemsError):
     """The configuration, or an input that it names (model, data file), cannot be used."""
 

@@ -237,6 +237,18 @@ def _rank() -> Iterator[Example]:
     yield _told("What rank 0 says where rank 1 alone fails", launch(2, on_rank)[0])
 
 
+def _lost() -> Iterator[Example]:
+    def on_rank() -> Failure:
+        from ckptrain.checkpoint.ranks import rank
+        from ckptrain.training import steps
+
+        if rank() == 1:
+            steps.train_step = mock.Mock(side_effect=MemoryError("no room for 2 GiB"))
+        return _caught(lambda: api.run("tickets.yaml", ["parallel.timeout_minutes=0.1"], run_dir="runs/lost"))
+
+    yield _told("What rank 0 says where rank 1 has no memory left", launch(2, on_rank)[0])
+
+
 def _others() -> Iterator[Example]:
     yield _command("run")
     yield _command("verfy", "runs/tickets")
@@ -268,5 +280,6 @@ _ACTS: Sequence[Callable[[], Iterator[Example]]] = (
     _package,
     _phase,
     _rank,
+    _lost,
     _others,
 )

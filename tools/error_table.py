@@ -99,6 +99,12 @@ KINDS: Mapping[str, Kind] = {
         cure="The traceback is in RUN/error.log, or RUN/error.rankN.log of the process that is named. Report it with"
         " `ckptrain doctor --json`.",
     ),
+    "RankLost": Kind(
+        cause="A process of a launch was killed, hangs, or has failed alone, so that others would wait for it for"
+        " ever. `parallel.timeout_minutes` is for how long they wait where nothing tells them.",
+        cure="Look at the log of the process and the host that are named, and start again: the run goes on from its last"
+        " checkpoint. Where a step is merely slow, set parallel.timeout_minutes higher.",
+    ),
     "PhaseError": Kind(
         cause="A step of a run was done out of turn: a fault in ckptrain.",
         cure="Report it with the log that is named and `ckptrain doctor --json`.",

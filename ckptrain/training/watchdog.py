@@ -28,7 +28,7 @@ import orjson
 import torch.distributed as dist
 
 from ckptrain.checkpoint.ranks import gather_to_all, rank, world_size
-from ckptrain.errors import EXIT_FAILURE, CkptrainError, RankFailed
+from ckptrain.errors import EXIT_FAILURE, CkptrainError, RankLost
 from ckptrain.megatron.world import connect_to_store
 
 _BEAT_S = 5.0
@@ -73,7 +73,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._beat_s = min(_BEAT_S, timeout_s / 6)
         self._where: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
-        self._on_verdict: Callable[[RankFailed], object] = lambda _: None
+        self._on_verdict: Callable[[RankLost], object] = lambda _: None
         self._main = threading.get_ident()
         self._error: str | None = None
         self._beats = 0
@@ -102,7 +102,7 @@ class Watchdog:
             if thread.ident:
                 thread.join(2 * self._beat_s)
 
-    def follow(self, where: Callable[[], tuple[str, bool]], on_verdict: Callable[[RankFailed], object]) -> None:
+    def follow(self, where: Callable[[], tuple[str, bool]], on_verdict: Callable[[RankLost], object]) -> None:
         """Say from now on what `where` returns, and whether that is a step; tell `on_verdict` of the end of the run."""
         self._where, self._on_verdict = where, on_verdict
 
@@ -111,7 +111,7 @@ class Watchdog:
         """Say the error that the block ends by to the others; of a lost connection, say what became of who was there.
 
         Raises:
-            RankFailed: in the place of an error that only says that another process does not answer.
+            RankLost: in the place of an error that only says that another process does not answer.
         """
         try:
             yield
@@ -132,8 +132,8 @@ class Watchdog:
                 return error
             found = self._who_failed()
         except dist.DistError:  # the store is gone as well
-            return RankFailed(f"{self._store_is_gone()}; what was seen of it here: {error}")
-        return error if found is None else RankFailed(f"{found}; what was seen of it here: {error}")
+            found = self._store_is_gone()
+        return error if found is None else RankLost(found)
 
     def _who_failed(self) -> str | None:
         """Look for a process that says its error, or says nothing any more, for some beats."""
@@ -208,7 +208,7 @@ class Watchdog:
         sys.stderr.write(f"error (rank {self._rank}): {verdict}\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
-        told = threading.Thread(target=self._on_verdict, args=(RankFailed(verdict),), daemon=True)
+        told = threading.Thread(target=self._on_verdict, args=(RankLost(verdict),), daemon=True)
         told.start()
         told.join(_LAST_WORDS_S)
         os._exit(EXIT_FAILURE)

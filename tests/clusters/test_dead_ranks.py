@@ -16,7 +16,7 @@ from support.records import journal
 
 import ckptrain
 from ckptrain.config.schema import RunConfig
-from ckptrain.errors import RankFailed
+from ckptrain.errors import RankLost
 from ckptrain.training import session as session_module
 from ckptrain.training import steps as steps_module
 
@@ -77,7 +77,7 @@ def ranks(tiny_config: Make, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 def last_error(run_dir: Path) -> str:
     """Return the message of the error by which a run ended."""
     [error] = journal(run_dir, "error")
-    assert error["kind"] == "RankFailed"
+    assert error["kind"] == "RankLost"
     return str(error["message"])
 
 
@@ -96,7 +96,7 @@ def test_a_process_that_ends_is_named_at_once(
     began = time.monotonic()
     launched = ranks(act)
     victim = launched.processes[1].pid
-    with pytest.raises(RankFailed, match=rf"rank 1 \(process {victim} on "):
+    with pytest.raises(RankLost, match=rf"rank 1 \(process {victim} on "):
         launched.wait()
     assert time.monotonic() - began < 60
     assert said in last_error(tmp_path)
