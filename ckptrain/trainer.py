@@ -64,10 +64,7 @@ class Trainer:
             if train is not None:
                 raise ConfigError("cannot train on both", ["`train` and `samples` are given: leave out one"])
             train = [{"samples of a program": samples.name}]  # stands for them where a configuration is asked for
-        given = {"train": train, "validation": validation}
-        kept = {role: str(keep_rows(rows, role)) for role, rows in given.items() if rows is not None}
-        # As JSON, which is YAML: a path may have spaces and colons.
-        of_rows = [f"data.{role}={json.dumps(path, ensure_ascii=False)}" for role, path in kept.items()]
+        of_rows = _as_overrides({"train": train, "validation": validation})
         self.config = read_config(config, [*overrides, *of_rows], self.run_dir)
         if samples is not None and self.config.data.split_validation_size is not None:
             raise ConfigError(
@@ -190,3 +187,10 @@ class Trainer:
         from ckptrain.training.start import survey_run
 
         return survey_run(self.config, int(os.environ.get("WORLD_SIZE", "1")), self.run_dir, self._program)
+
+
+def _as_overrides(given: Mapping[str, Iterable[Mapping[str, Any]] | None]) -> list[str]:
+    """Keep rows as files, and return what names them in a configuration."""
+    kept = {role: str(keep_rows(rows, role)) for role, rows in given.items() if rows is not None}
+    # As JSON, which is YAML: a path may have spaces and colons.
+    return [f"data.{role}={json.dumps(path, ensure_ascii=False)}" for role, path in kept.items()]

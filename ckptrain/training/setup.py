@@ -95,14 +95,8 @@ def set_up_data(survey: Survey, observer: Observer | None = None) -> DataSetup:
     return DataSetup(
         train=train,
         validation=validation,
-        identity=survey.data
-        if train is None
-        else attrs.evolve(survey.data, num_samples=len(train.samples), num_rows=len(train.rows)),
-        source=_stream(survey, how, deal)
-        if train is None
-        else BatchSource(
-            dataset=train, seed=config.train.seed, global_batch_size=config.train.global_batch_size, layout=deal
-        ),
+        identity=_identity(survey.data, train),
+        source=_source(survey, how, train, deal),
         validation_batches=() if validation is None else tuple(validation_batches(validation, deal)),
         prompt=prompt_of(validation.first_record(), how.tokenizer) if asks and validation is not None else None,
         tokenizer=how.tokenizer,
@@ -118,9 +112,20 @@ def _build(survey: Survey, how: Tokenisation, told: Observer) -> tuple[Dataset |
     return built.train, built.validation
 
 
-def _stream(survey: Survey, how: Tokenisation, layout: BatchLayout) -> StreamSource:
+def _identity(data: DataIdentity, train: Dataset | None) -> DataIdentity:
+    if train is None:
+        return data
+    return attrs.evolve(data, num_samples=len(train.samples), num_rows=len(train.rows))
+
+
+def _source(
+    survey: Survey, how: Tokenisation, train: Dataset | None, layout: BatchLayout
+) -> BatchSource | StreamSource:
+    """Return what gives the batches of each step: of a data set, or of what the program makes then."""
     samples, data = survey.program.samples, survey.config.data
     size = survey.config.train.global_batch_size
+    if train is not None:
+        return BatchSource(dataset=train, seed=survey.config.train.seed, global_batch_size=size, layout=layout)
     assert samples is not None
 
     def make(step: int) -> list[Sample | None]:
