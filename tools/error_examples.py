@@ -244,7 +244,7 @@ def _lost() -> Iterator[Example]:
 
         if rank() == 1:
             steps.train_step = mock.Mock(side_effect=MemoryError("no room for 2 GiB"))
-        return _caught(lambda: api.run("tickets.yaml", ["parallel.timeout_minutes=0.1"], run_dir="runs/lost"))
+        return _caught(lambda: api.run("tickets.yaml", ["train.timeout_minutes=0.1"], run_dir="runs/lost"))
 
     yield _told("What rank 0 says where rank 1 has no memory left", launch(2, on_rank)[0])
 

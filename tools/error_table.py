@@ -101,9 +101,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "RankLost": Kind(
         cause="A process of a launch was killed, hangs, or has failed alone, so that others would wait for it for"
-        " ever. `parallel.timeout_minutes` is for how long they wait where nothing tells them.",
-        cure="Look at the log of the process and the host that are named, and start again: the run goes on from its last"
-        " checkpoint. Where a step is merely slow, set parallel.timeout_minutes higher.",
+        " ever. `train.timeout_minutes` is for how long they wait where nothing tells them.",
+        cure="Look at the log of the process and the host that are named, and start again: the run goes on from its"
+        " last checkpoint. Where a step is merely slow, set train.timeout_minutes higher.",
     ),
     "PhaseError": Kind(
         cause="A step of a run was done out of turn: a fault in ckptrain.",

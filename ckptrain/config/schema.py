@@ -140,11 +140,6 @@ class ParallelConfig:
     sequence: bool = option(
         "Sequence parallelism: shard the activations between tensor parallel regions.", default=False
     )
-    timeout_minutes: float = option(
-        "How long a step may take, or a process say nothing, before the run ends on all of several processes.",
-        default=10.0,
-        above=0.0,
-    )
 
 
 @attrs.frozen(kw_only=True)
@@ -257,6 +252,11 @@ class TrainConfig:
         default="none",
     )
     max_minutes: float | None = option("Save and stop (exit status 75) after this long.", default=None, above=0.0)
+    timeout_minutes: float = option(
+        "How long a step may take, or a process say nothing, before the run ends on all of several processes.",
+        default=10.0,
+        above=0.0,
+    )
     eval_every_steps: int | None = option(
         "Validate every so many steps; null validates at the start and at the end only.", default=None, at_least=1
     )

@@ -59,7 +59,7 @@ def open_session(
         )
     clock = clock or StartClock()
     with open_process_group(), contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(Watchdog(60 * survey.config.parallel.timeout_minutes))
+        watchdog = stack.enter_context(Watchdog(60 * survey.config.train.timeout_minutes))
         clock.mark("process groups")
         told = Observers(observers if rank() == 0 else ())
         check_agreement(survey, rank(), told.on_warning)

@@ -255,7 +255,7 @@ def _stuck(stuck: Sequence[Sign], signs: Sequence[Sign]) -> str:
     by_wait = sorted(places.items(), key=lambda item: (_waits(item[1][0].at), len(item[1])))
     where = "; ".join(f"{', '.join(sign.who() for sign in there)}: {place}" for place, there in by_wait)
     longest = max(stuck, key=lambda sign: sign.for_s)
-    return f"{longest.doing} has not ended for {longest.for_s:.0f} s (parallel.timeout_minutes): {where}"
+    return f"{longest.doing} has not ended for {longest.for_s:.0f} s (train.timeout_minutes): {where}"
 
 
 def _waits(at: str) -> bool:

@@ -21,7 +21,7 @@ from ckptrain.training import session as session_module
 from ckptrain.training import steps as steps_module
 
 Make = Callable[..., RunConfig]
-SHORT = "parallel.timeout_minutes=0.05"
+SHORT = "train.timeout_minutes=0.05"
 TIMEOUT_S = 3.0
 STEP = 3
 
@@ -169,6 +169,6 @@ def test_one_process_is_not_watched(tiny_config: Make, tmp_path: Path) -> None:
 
     def on_rank() -> str:
         in_step(lambda: time.sleep(2), 0)
-        return run_training(tiny_config("parallel.timeout_minutes=0.01", "train.steps=4"), tmp_path).status
+        return run_training(tiny_config("train.timeout_minutes=0.01", "train.steps=4"), tmp_path).status
 
     assert launch(1, on_rank) == ["finished"]

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def documents(name: str) -> list[dict[str, Any]]:
     """Return the documents of an example."""
-    return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+    return list(yaml.safe_load_all((EXAMPLES / "clusters" / name).read_text()))
 
 
 def job(name: str) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def test_configs_in_a_page_have_known_keys(page: str) -> None:
     for block in blocks(page):
         if block.language != "yaml":
             continue
-        found = yaml.safe_load(block.text)
-        if isinstance(found, dict) and found.keys() & keys.keys():
-            assert found.keys() <= keys.keys(), f"{page}:{block.line}"
-            for section, values in found.items():
-                assert values.keys() <= keys[section].keys(), f"{page}:{block.line}: {section}"
+        for found in yaml.safe_load_all(block.text):
+            if isinstance(found, dict) and found.keys() & keys.keys():
+                assert found.keys() <= keys.keys(), f"{page}:{block.line}"
+                for section, values in found.items():
+                    assert values.keys() <= keys[section].keys(), f"{page}:{block.line}: {section}"
