@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckptrain.api import Source, default_run_dir, plan, read_config
+from ckptrain.checkpoint.working_copy import local_path
 from ckptrain.errors import CkptrainError
 from ckptrain.installed import MEGATRON, require
 
@@ -48,7 +49,7 @@ class Trainer:
             CkptrainError: it cannot be used.
             ValueError: it is not a file, and no `run_dir` is given.
         """
-        self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+        self.run_dir = (local_path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
         self.config = read_config(config, overrides, self.run_dir)
         self._callbacks, self._observers = tuple(callbacks), tuple(observers)
         self._stack = contextlib.ExitStack()

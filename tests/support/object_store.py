@@ -1,0 +1,116 @@
+"""An S3 server on this machine (moto's), in a process of its own, that can be told to fail, to wait or to be away."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+KEY, SECRET = "key-that-nobody-may-see", "secret-that-nobody-may-see"
+SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+CONTROL = "/_control"
+
+
+@attrs.define
+class Fault:
+    """What becomes of requests; `request` is a pattern for METHOD PATH?QUERY."""
+
+    request: str
+    status: int = 0
+    """The answer in place of the server's; 0 lets the request through, after the wait."""
+    wait_s: float = 0.0
+    count: int = 1_000_000
+    """How many requests it is for."""
+
+
+class Faulty:
+    """The server with faults in front of it, as a WSGI application."""
+
+    def __init__(self, server: Callable[..., Iterable[bytes]]) -> None:
+        self._server = server
+        self._faults: list[Fault] = []
+        self._seen: list[str] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request."""
+        if environ["PATH_INFO"] == CONTROL:
+            return self._control(environ, respond)
+        query = f"?{environ['QUERY_STRING']}" if environ["QUERY_STRING"] else ""
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}{query}"
+        with self._lock:
+            self._seen.append(request)
+            fault = next((fault for fault in self._faults if fault.count and re.search(fault.request, request)), None)
+            if fault is not None:
+                fault.count -= 1
+        if fault is not None:
+            time.sleep(fault.wait_s)
+            if fault.status:
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                respond(f"{fault.status} Fault", [("Content-Type", "application/xml")])
+                return [SLOW_DOWN]
+        return self._server(environ, respond)
+
+    def _control(self, environ: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        with self._lock:
+            if body:
+                self._faults = [Fault(**fault) for fault in json.loads(body)]
+            seen, self._seen = self._seen, [] if body else self._seen
+        respond("200 OK", [("Content-Type", "application/json")])
+        return [json.dumps(seen).encode()]
+
+
+class ObjectStore:
+    """The server as a test sees it."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdout=subprocess.PIPE, stderr=self.log, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        port = int(self._process.stdout.readline())
+        self.endpoint = f"http://127.0.0.1:{port}"
+
+    def faults(self, *faults: Fault) -> None:
+        """Have these faults from now on, in place of those before; what has been seen is forgotten."""
+        self._ask(json.dumps([attrs.asdict(fault) for fault in faults]).encode())
+
+    def seen(self, pattern: str = "") -> list[str]:
+        """Return the requests since the faults were set."""
+        return [request for request in json.loads(self._ask(None)) if re.search(pattern, request)]
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self.log.close()
+
+    def _ask(self, body: bytes | None) -> bytes:
+        with urllib.request.urlopen(urllib.request.Request(self.endpoint + CONTROL, data=body)) as answer:
+            found: bytes = answer.read()
+        return found
+
+
+def serve() -> None:
+    """Serve until killed, and say on which port."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    server = make_server("127.0.0.1", 0, Faulty(DomainDispatcherApplication(create_backend_app)), threaded=True)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve()
