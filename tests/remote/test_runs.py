@@ -1,0 +1,107 @@
+"""Runs that live in an S3 store: as on a disk they end, resume after a kill, and outlast a store that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from support.files import data_files
+from support.launch import Ranks, launch
+from support.object_store import KEY, SECRET, Fault, ObjectStore
+from support.processes import wait_until
+
+from ckptrain import api
+from ckptrain.checkpoint.object_files import ObjectPath
+from ckptrain.checkpoint.resolve import resolve_checkpoint
+from ckptrain.checkpoint.working_copy import local_path
+from ckptrain.config.schema import RunConfig
+from ckptrain.lifecycle.journal import parse_lines, read_journal
+
+if TYPE_CHECKING:
+    from ckptrain.training.run import RunResult
+
+
+def run_at(config: RunConfig, url: str) -> RunResult:
+    """Run as a program that embeds ckptrain does."""
+    return api.run(config, run_dir=url)
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """Return all objects of a run."""
+    run = ObjectPath.parse(url)
+    return {name: (run / name).read() or b"" for name in run.list_below()}
+
+
+def committed(url: str) -> set[str]:
+    """Return the names of the checkpoints that have a manifest."""
+    found = ObjectPath.parse(url).list_below()
+    return {name.split("/")[1] for name in found if name.endswith("/manifest.json")}
+
+
+def losses(metrics: bytes) -> dict[int, float]:
+    """Return the training loss of every step."""
+    return {line["step"]: line["loss"] for line in parse_lines(metrics) if "loss" in line}
+
+
+def forget_working_copy(url: str) -> None:
+    """Be another machine, which has nothing of the run."""
+    shutil.rmtree(local_path(url))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, RunConfig], Path]:
+    """Return what runs on a disk, without a break, once for each number of ranks."""
+    ended: dict[int, Path] = {}
+
+    def run(world_size: int, config: RunConfig) -> Path:
+        if world_size not in ended:
+            ended[world_size] = tmp_path_factory.mktemp("straight")
+            launch(world_size, lambda: api.run(config, run_dir=ended[world_size]))
+        return ended[world_size]
+
+    return run
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("hung", "left"),
+    [
+        pytest.param("^PUT /[^/]*/runs/a/checkpoints/step-00000004/.*distcp", 0, id="in the upload"),
+        pytest.param("^PUT /[^/]*/runs/a/checkpoints/step-00000004/manifest.json", 4, id="before the manifest"),
+    ],
+)
+def test_a_killed_run_goes_on_from_an_empty_machine_to_the_same_bits(
+    world_size: int,
+    hung: str,
+    left: int,
+    tiny_config: Callable[..., RunConfig],
+    straight: Callable[[int, RunConfig], Path],
+    store: ObjectStore,
+    bucket: str,
+) -> None:
+    """Kill -9 in the second save; what it wrote counts for nothing, and the resume ends as the run on a disk did."""
+    config = tiny_config("train.steps=6", "checkpoint.every_steps=2", "lora.dropout=0.1", "data.validation=null")
+    expected, url = straight(world_size, config), f"{bucket}/runs/a"
+    store.faults(Fault(request=hung, wait_s=600))
+    ranks = Ranks(world_size, lambda: run_at(config, url))
+    wait_until(lambda: bool(store.seen(hung)))
+    ranks.kill()
+    assert committed(url) == {"step-00000002"}
+    assert sum("step-00000004" in name for name in objects(url)) >= left
+    store.faults()
+    forget_working_copy(url)
+
+    results = launch(world_size, lambda: run_at(config, url))
+
+    assert results[0].plan.kind == "Resume"
+    assert results[0].plan.first_step == 3
+    assert losses(objects(url)["metrics.jsonl"]) == losses((expected / "metrics.jsonl").read_bytes())
+    found = data_files(resolve_checkpoint(local_path(url)).path)
+    assert found == data_files(expected / "checkpoints/step-00000006")
+    assert not [name for name, data in objects(url).items() if KEY.encode() in data or SECRET.encode() in data]
