@@ -48,6 +48,8 @@ class Pace:
 
 
 PACE = Pace()
+OBJECT_PACE = Pace(beat_s=15.0, patience=6)
+"""In an object store, where every beat is a request that costs something."""
 
 
 @attrs.frozen(kw_only=True)
@@ -141,7 +143,7 @@ class Claim:
         except OSError as error:
             raise SaveFailed(
                 f"cannot read {self.path}: {error.strerror}; it tells whether this run still holds its directory, and"
-                " without that nothing is committed; see that the disk is there, and run it again"
+                " without that nothing is committed; see that the disk or the store is there, and run it again"
             ) from error
         if newest.is_of(self.token):
             return
@@ -155,12 +157,13 @@ class Claim:
 
 
 @contextlib.contextmanager
-def hold(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
+def hold(run_dir: Path, *, pace: Pace | None = None, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
     """Hold an existing directory for this process as long as the block lasts.
 
     Args:
         run_dir: the directory.
-        pace: of this holder; it is written in the record, and a start that watches goes by the slower of both.
+        pace: of this holder, where it is not the usual one; it is written in the record, and a start that watches goes
+            by the slower of both.
         tell: is told what is waited for, where a start has to watch.
 
     Raises:
@@ -168,6 +171,7 @@ def hold(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = la
         OSError: the directory cannot be read or written.
     """
     records = records_of(run_dir)
+    pace = pace or (PACE if records.under_kernel else OBJECT_PACE)
     kernel = FileLock(run_dir / LOCK, timeout=0, fallback_to_soft=False)
     locked = _lock(kernel)
     if locked and not records.under_kernel:

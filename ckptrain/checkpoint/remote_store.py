@@ -122,7 +122,7 @@ class RemoteStore(CheckpointStore):
         except OSError as error:
             raise unreachable(error, str(self._url)) from error
         committed = {name for name, objects in steps.items() if MANIFEST_NAME in objects}
-        self._forget_copies_but(max(committed, key=lambda name: step_of(name) or 0, default=""))
+        self.forget_copies_but(max(committed, key=lambda name: step_of(name) or 0, default=""))
         return left
 
     def quarantine(self, path: Path, problems: Sequence[str]) -> Path:
@@ -182,7 +182,6 @@ class RemoteStore(CheckpointStore):
         copy = self.placed(checkpoint)
         if _is_intact(copy):
             return copy
-        self._forget_copies_but(copy.path.name)
         if problems := self.problems(copy):
             raise CheckpointDamaged(f"{self._checkpoints / copy.path.name} is damaged", problems)
         return copy
@@ -255,7 +254,8 @@ class RemoteStore(CheckpointStore):
             place.remove_below()
         return True
 
-    def _forget_copies_but(self, name: str) -> None:
+    def forget_copies_but(self, name: str) -> None:
+        """Remove the fetched checkpoints from this machine, but one."""
         for path in self.directory.glob("*"):
             if path.name != name and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

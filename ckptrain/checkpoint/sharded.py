@@ -213,7 +213,7 @@ class _Plain:
             raise cause or error from None
 
 
-class _DiskWriter(_Plain, dcp.FileSystemWriter):
+class _Writer(_Plain, dcp.FileSystemWriter):
     """Writes to a disk, and waits until all is on it."""
 
     def __init__(self, directory: Path) -> None:
@@ -288,7 +288,7 @@ def save_tensors(state: Mapping[str, Tensor], directory: Staging, group: Group =
     Raises:
         SaveFailed: any process could not write; on every rank.
     """
-    writer = _DiskWriter(directory) if isinstance(directory, Path) else _StoreWriter(directory)
+    writer = _Writer(directory) if isinstance(directory, Path) else _StoreWriter(directory)
     try:
         with _without_warning():
             metadata = dcp.save(

@@ -251,6 +251,9 @@ class CheckpointStore:
         """Return a checkpoint with the path that `here` gives it, without seeing to it that it is there."""
         return checkpoint
 
+    def forget_copies_but(self, name: str) -> None:
+        """Remove what was fetched of other checkpoints; where they lie on this disk, nothing was."""
+
     def prune(self, retention: Retention, in_use: Collection[Path] = ()) -> list[Path]:
         """Remove the whole checkpoints that nothing keeps, but those that someone reads; return what is gone.
 

@@ -159,6 +159,7 @@ def bring(run_dir: Path) -> None:
     try:
         there = {name: stored for name, stored in url.list_below().items() if _is_small(name, stored.num_bytes)}
         for path in _small_files(run_dir):
+            _published.pop(run_dir / path, None)
             if path not in there:
                 (run_dir / path).unlink()
         for name in there:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from ckptrain.checkpoint.lock import PACE, Claim, Pace, hold
+from ckptrain.checkpoint.lock import Claim, Pace, hold
 from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.store import JOURNAL
 from ckptrain.checkpoint.working_copy import as_given, bring, publish
@@ -27,12 +27,14 @@ _LATE_S = 10.0
 
 
 @contextmanager
-def claimed(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
+def claimed(
+    run_dir: Path, *, pace: Pace | None = None, tell: Callable[[str], object] = lambda _: None
+) -> Iterator[Claim]:
     """Hold a run directory for this process; it is free again when the process dies, however it dies.
 
     Args:
         run_dir: the run directory, which need not exist.
-        pace: of the signs of life that this run gives.
+        pace: of the signs of life that this run gives, where it is not the usual one.
         tell: is told what is waited for, where a start cannot know at once whether the directory is free.
 
     Raises:

@@ -97,5 +97,6 @@ def on_this_host(start: Start, run_dir: Path) -> Start:
         return start
     store = store_of(run_dir)
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        store.forget_copies_but(start.checkpoint.path.name)
         return attrs.evolve(start, checkpoint=store.here(start.checkpoint))
     return attrs.evolve(start, checkpoint=store.placed(start.checkpoint))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
 import pytest
 from support.files import data_files
 from support.launch import Ranks, launch
-from support.object_store import KEY, SECRET, Fault, ObjectStore
+from support.object_store import KEY, SECRET, Fault, ObjectStore, objects
 from support.processes import wait_until
 
 from ckptrain import api
@@ -21,7 +18,7 @@ from ckptrain.checkpoint.object_files import ObjectPath
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.working_copy import local_path
 from ckptrain.config.schema import RunConfig
-from ckptrain.lifecycle.journal import parse_lines, read_journal
+from ckptrain.lifecycle.journal import parse_lines
 
 if TYPE_CHECKING:
     from ckptrain.training.run import RunResult
@@ -30,12 +27,6 @@ if TYPE_CHECKING:
 def run_at(config: RunConfig, url: str) -> RunResult:
     """Run as a program that embeds ckptrain does."""
     return api.run(config, run_dir=url)
-
-
-def objects(url: str) -> dict[str, bytes]:
-    """Return all objects of a run."""
-    run = ObjectPath.parse(url)
-    return {name: (run / name).read() or b"" for name in run.list_below()}
 
 
 def committed(url: str) -> set[str]:
@@ -54,26 +45,11 @@ def forget_working_copy(url: str) -> None:
     shutil.rmtree(local_path(url))
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, RunConfig], Path]:
-    """Return what runs on a disk, without a break, once for each number of ranks."""
-    ended: dict[int, Path] = {}
-
-    def run(world_size: int, config: RunConfig) -> Path:
-        if world_size not in ended:
-            ended[world_size] = tmp_path_factory.mktemp("straight")
-            launch(world_size, lambda: api.run(config, run_dir=ended[world_size]))
-        return ended[world_size]
-
-    return run
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("hung", "left"),
+    ("world_size", "hung", "left"),
     [
-        pytest.param("^PUT /[^/]*/runs/a/checkpoints/step-00000004/.*distcp", 0, id="in the upload"),
-        pytest.param("^PUT /[^/]*/runs/a/checkpoints/step-00000004/manifest.json", 4, id="before the manifest"),
+        pytest.param(1, "^PUT /[^/]*/runs/a/checkpoints/step-00000004/.*distcp", 0, id="in the upload"),
+        pytest.param(2, "^PUT /[^/]*/runs/a/checkpoints/step-00000004/manifest.json", 4, id="before the manifest"),
     ],
 )
 def test_a_killed_run_goes_on_from_an_empty_machine_to_the_same_bits(
@@ -81,13 +57,14 @@ def test_a_killed_run_goes_on_from_an_empty_machine_to_the_same_bits(
     hung: str,
     left: int,
     tiny_config: Callable[..., RunConfig],
-    straight: Callable[[int, RunConfig], Path],
+    tmp_path: Path,
     store: ObjectStore,
     bucket: str,
 ) -> None:
     """Kill -9 in the second save; what it wrote counts for nothing, and the resume ends as the run on a disk did."""
-    config = tiny_config("train.steps=6", "checkpoint.every_steps=2", "lora.dropout=0.1", "data.validation=null")
-    expected, url = straight(world_size, config), f"{bucket}/runs/a"
+    config = tiny_config("train.steps=4", "checkpoint.every_steps=2", "lora.dropout=0.1", "data.validation=null")
+    expected, url = tmp_path / "straight", f"{bucket}/runs/a"
+    launch(world_size, lambda: api.run(config, run_dir=expected))
     store.faults(Fault(request=hung, wait_s=600))
     ranks = Ranks(world_size, lambda: run_at(config, url))
     wait_until(lambda: bool(store.seen(hung)))
@@ -103,5 +80,28 @@ def test_a_killed_run_goes_on_from_an_empty_machine_to_the_same_bits(
     assert results[0].plan.first_step == 3
     assert losses(objects(url)["metrics.jsonl"]) == losses((expected / "metrics.jsonl").read_bytes())
     found = data_files(resolve_checkpoint(local_path(url)).path)
-    assert found == data_files(expected / "checkpoints/step-00000006")
+    assert found == data_files(expected / "checkpoints/step-00000004")
     assert not [name for name, data in objects(url).items() if KEY.encode() in data or SECRET.encode() in data]
+
+
+def test_a_store_that_fails_during_a_save_is_told_and_harms_nothing(
+    tiny_config: Callable[..., RunConfig], store: ObjectStore, bucket: str
+) -> None:
+    """The save of step 4 fails; the run goes on, step 2 stays as it was, step 6 is saved; a slow store stalls no step."""
+    url = f"{bucket}/runs/a"
+    config = tiny_config("train.steps=6", "checkpoint.every_steps=2", "data.validation=null")
+    store.faults(
+        Fault(request="^PUT .*/step-00000004/.*distcp", status=503),
+        Fault(request="^PUT .*/step-00000002/.*distcp", wait_s=1),
+    )
+    [result] = launch(1, lambda: run_at(config, url))
+    assert result.status == "finished"
+    assert committed(url) == {"step-00000002", "step-00000006"}
+    assert not [name for name in objects(url) if "step-00000004" in name]
+    journal = parse_lines(objects(url)["journal.jsonl"])
+    [failed] = [entry for entry in journal if entry["event"] == "save_failed"]
+    assert failed["step"] == 4
+    assert "reduce your request rate" in failed["message"]
+    assert "untouched" in failed["message"]
+    stalls = [entry["stall_s"] for entry in journal if "stall_s" in entry]
+    assert stalls[0] < 0.5

@@ -81,6 +81,13 @@ class ObjectStore:
         assert self._process.stdout is not None
         port = int(self._process.stdout.readline())
         self.endpoint = f"http://127.0.0.1:{port}"
+        self.environment = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "2",
+        }
 
     def faults(self, *faults: Fault) -> None:
         """Have these faults from now on, in place of those before; what has been seen is forgotten."""
@@ -102,13 +109,22 @@ class ObjectStore:
         return found
 
 
+def objects(url: str) -> dict[str, bytes]:
+    """Return all objects of a run."""
+    from ckptrain.checkpoint.object_files import ObjectPath
+
+    run = ObjectPath.parse(url)
+    return {name: (run / name).read() or b"" for name in run.list_below()}
+
+
 def serve() -> None:
     """Serve until killed, and say on which port."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     server = make_server("127.0.0.1", 0, Faulty(DomainDispatcherApplication(create_backend_app)), threaded=True)
-    print(server.server_port, flush=True)
+    sys.stdout.write(f"{server.server_port}\n")
+    sys.stdout.flush()
     server.serve_forever()
 
 
