@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,7 +43,7 @@ def bucket(store: ObjectStore) -> str:
 def new_bucket(server: ObjectStore) -> str:
     """Make a bucket."""
     name = f"bucket-{uuid.uuid4().hex[:8]}"
-    urllib.request.urlopen(urllib.request.Request(f"{server.endpoint}/{name}", method="PUT")).close()
+    server.make_bucket(name)
     return f"s3://{name}"
 
 

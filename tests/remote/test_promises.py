@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from support.object_store import Fault, ObjectStore, objects
+from support.object_store import Fault, ObjectStore, cut, data_object, flip, objects
 from support.processes import Child, wait_until
 
 from ckptrain import api
@@ -25,25 +25,6 @@ from ckptrain.training.directory import claimed
 from ckptrain.training.start import decide_start, survey_run
 
 SHORT = Pace(beat_s=0.1, patience=3)
-
-
-def data_object(url: str, step: int) -> ObjectPath:
-    """Return the adapter's data of a step."""
-    [name] = [name for name in objects(url) if f"step-{step:08d}/" in name and name.endswith("adapter/__0_0.distcp")]
-    return ObjectPath(f"{url}/{name}")
-
-
-def flip(place: ObjectPath) -> None:
-    """Change a bit; the size stays."""
-    data = bytearray(place.read() or b"")
-    data[len(data) // 2] ^= 1
-    place.write(bytes(data))
-
-
-def cut(place: ObjectPath) -> None:
-    """Lose the second half."""
-    data = place.read() or b""
-    place.write(data[: len(data) // 2])
 
 
 DAMAGES = [

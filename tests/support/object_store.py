@@ -15,6 +15,8 @@ from typing import Any
 
 import attrs
 
+from ckptrain.checkpoint.object_files import ObjectPath
+
 KEY, SECRET = "key-that-nobody-may-see", "secret-that-nobody-may-see"
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 CONTROL = "/_control"
@@ -89,6 +91,10 @@ class ObjectStore:
             "AWS_MAX_ATTEMPTS": "2",
         }
 
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket."""
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
+
     def faults(self, *faults: Fault) -> None:
         """Have these faults from now on, in place of those before; what has been seen is forgotten."""
         self._ask(json.dumps([attrs.asdict(fault) for fault in faults]).encode())
@@ -111,10 +117,27 @@ class ObjectStore:
 
 def objects(url: str) -> dict[str, bytes]:
     """Return all objects of a run."""
-    from ckptrain.checkpoint.object_files import ObjectPath
-
     run = ObjectPath.parse(url)
     return {name: (run / name).read() or b"" for name in run.list_below()}
+
+
+def data_object(url: str, step: int) -> ObjectPath:
+    """Return the adapter's data of a step."""
+    [name] = [name for name in objects(url) if f"step-{step:08d}/" in name and name.endswith("adapter/__0_0.distcp")]
+    return ObjectPath(f"{url}/{name}")
+
+
+def flip(place: ObjectPath) -> None:
+    """Change a bit; the size stays."""
+    data = bytearray(place.read() or b"")
+    data[len(data) // 2] ^= 1
+    place.write(bytes(data))
+
+
+def cut(place: ObjectPath) -> None:
+    """Lose the second half."""
+    data = place.read() or b""
+    place.write(data[: len(data) // 2])
 
 
 def serve() -> None:
