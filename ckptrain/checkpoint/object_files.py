@@ -214,10 +214,9 @@ class ObjectPath:
         return stripped
 
     def _check_listable(self) -> None:
-        """Tell a store without such a bucket from one that holds nothing there."""
-        split = getattr(self._files, "split_path", None)
-        if split is not None:
-            self._files.call_s3("head_bucket", Bucket=split(self._key)[0])
+        """Tell a store without such a bucket from one that holds nothing there; only S3 can be asked."""
+        if self.url.partition("://")[0] in _S3:
+            self._files.call_s3("head_bucket", Bucket=self._files.split_path(self._key)[0])
 
     @contextlib.contextmanager
     def _failures(self, doing: str) -> Iterator[None]:

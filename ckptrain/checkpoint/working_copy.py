@@ -11,6 +11,7 @@ import atexit
 import functools
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ import orjson
 
 from ckptrain.checkpoint.object_files import CREDENTIALS, ObjectPath, Stored, is_url
 from ckptrain.config.cache import cache_directory
-from ckptrain.errors import CkptrainError
+from ckptrain.errors import CkptrainError, ConfigError
 
 MARK = ".remote.json"
 """Says of which URL a directory is the working copy."""
@@ -47,6 +48,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path)
     if not is_url(text):
+        if isinstance(path, Path) and re.match(r"[a-z][a-z0-9+.-]+:/[^/]", text):
+            raise ConfigError(f"cannot use {text}", ["a Path cannot hold a URL: give it as a string"])
         return Path(text)
     place = ObjectPath.parse(text)
     run, _, rest = place.url.partition(f"/{_CHECKPOINTS}/")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
 import pytest
 from support.files import data_files
 from support.launch import Ranks, launch
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from ckptrain.training.run import RunResult
 
 
-def run_at(config: RunConfig, url: str) -> RunResult:
-    """Run as a program that embeds ckptrain does."""
+def run_at(config: RunConfig, url: str, disks: Path | None = None) -> RunResult:
+    """Run as a program that embeds ckptrain does; with `disks` every process is a host with one of its own."""
+    if disks is not None:
+        os.environ |= {"CKPTRAIN_CACHE": str(disks / f"host-{os.environ['RANK']}"), "LOCAL_RANK": "0"}
     return api.run(config, run_dir=url)
 
 
@@ -38,11 +41,6 @@ def committed(url: str) -> set[str]:
 def losses(metrics: bytes) -> dict[int, float]:
     """Return the training loss of every step."""
     return {line["step"]: line["loss"] for line in parse_lines(metrics) if "loss" in line}
-
-
-def forget_working_copy(url: str) -> None:
-    """Be another machine, which has nothing of the run."""
-    shutil.rmtree(local_path(url))
 
 
 @pytest.mark.parametrize(
@@ -61,27 +59,31 @@ def test_a_killed_run_goes_on_from_an_empty_machine_to_the_same_bits(
     store: ObjectStore,
     bucket: str,
 ) -> None:
-    """Kill -9 in the second save; what it wrote counts for nothing, and the resume ends as the run on a disk did."""
+    """Kill -9 in the second save; what it wrote counts for nothing, and the resume ends as the run on a disk did.
+
+    Every process has a disk of its own, and every start new ones.
+    """
     config = tiny_config("train.steps=4", "checkpoint.every_steps=2", "lora.dropout=0.1", "data.validation=null")
     expected, url = tmp_path / "straight", f"{bucket}/runs/a"
     launch(world_size, lambda: api.run(config, run_dir=expected))
     store.faults(Fault(request=hung, wait_s=600))
-    ranks = Ranks(world_size, lambda: run_at(config, url))
+    ranks = Ranks(world_size, lambda: run_at(config, url, tmp_path / "killed"))
     wait_until(lambda: bool(store.seen(hung)))
     ranks.kill()
     assert committed(url) == {"step-00000002"}
     assert sum("step-00000004" in name for name in objects(url)) >= left
     store.faults()
-    forget_working_copy(url)
 
-    results = launch(world_size, lambda: run_at(config, url))
+    results = launch(world_size, lambda: run_at(config, url, tmp_path / "new"))
 
     assert results[0].plan.kind == "Resume"
     assert results[0].plan.first_step == 3
     assert losses(objects(url)["metrics.jsonl"]) == losses((expected / "metrics.jsonl").read_bytes())
     found = data_files(resolve_checkpoint(local_path(url)).path)
     assert found == data_files(expected / "checkpoints/step-00000004")
-    assert not [name for name, data in objects(url).items() if KEY.encode() in data or SECRET.encode() in data]
+    secret = (KEY, SECRET, str(tmp_path / "new"))  # where the working copy was is nobody's business either
+    assert not [name for name, data in objects(url).items() if any(word.encode() in data for word in secret)]
+    assert orjson.loads(objects(url)["result.json"])["last_checkpoint"] == f"{url}/checkpoints/step-00000004"
 
 
 def test_a_store_that_fails_during_a_save_is_told_and_harms_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,11 @@ import attrs
 from ckptrain.checkpoint.object_files import ObjectPath
 
 KEY, SECRET = "key-that-nobody-may-see", "secret-that-nobody-may-see"
-SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+ANSWERS = {
+    403: b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",
+    503: b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
+}
+RESET = -1
 CONTROL = "/_control"
 
 
@@ -28,10 +33,12 @@ class Fault:
 
     request: str
     status: int = 0
-    """The answer in place of the server's; 0 lets the request through, after the wait."""
+    """The answer in place of the server's; 0 lets the request through, after the wait; RESET drops the connection."""
     wait_s: float = 0.0
     count: int = 1_000_000
     """How many requests it is for."""
+    done: bool = False
+    """Whether the server does what it is asked before its answer is lost."""
 
 
 class Faulty:
@@ -56,10 +63,16 @@ class Faulty:
                 fault.count -= 1
         if fault is not None:
             time.sleep(fault.wait_s)
-            if fault.status:
+            if fault.done:
+                list(self._server(environ, lambda *_: lambda _: None))
+            elif fault.status > 0:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            if fault.status == RESET:
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                return []
+            if fault.status:
                 respond(f"{fault.status} Fault", [("Content-Type", "application/xml")])
-                return [SLOW_DOWN]
+                return [ANSWERS[fault.status]]
         return self._server(environ, respond)
 
     def _control(self, environ: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
