@@ -296,7 +296,11 @@ def _put_in_place(fetched: Path, checkpoint: CommittedCheckpoint) -> None:
     if _is_intact(checkpoint):
         return
     shutil.rmtree(checkpoint.path, ignore_errors=True)
-    fetched.rename(checkpoint.path)
+    try:
+        fetched.rename(checkpoint.path)
+    except OSError:
+        if not _is_intact(checkpoint):  # else another process of this host was faster
+            raise
 
 
 def _is_intact(copy: CommittedCheckpoint) -> bool:

@@ -31,6 +31,8 @@ _CHECKPOINTS = "checkpoints"
 _APPENDED = ("journal.jsonl", "metrics.jsonl")
 _KEPT = (".lock-", "tensorboard/")
 """What is copied besides files without a dot that lie in the run directory itself."""
+_OF_THIS_MACHINE = ("stop",)
+"""What is not copied: a request to stop is for one start, and would end every later one that finds it."""
 _LARGEST = 1 << 30
 """A larger file, such as a profile, is not copied."""
 
@@ -220,13 +222,14 @@ def _small_files(run_dir: Path) -> list[str]:
 
 
 def _is_small(name: str, num_bytes: int) -> bool:
-    return num_bytes <= _LARGEST and (name.startswith(_KEPT) or ("/" not in name and not name.startswith(".")))
+    at_the_top = "/" not in name and not name.startswith(".") and name not in _OF_THIS_MACHINE
+    return num_bytes <= _LARGEST and (at_the_top or name.startswith(_KEPT))
 
 
 def unreachable(error: OSError, url: str) -> CkptrainError:
     """Return the error for a store that cannot be read, which says nothing about what is in it."""
     where = error.filename if isinstance(error.filename, str) else url
     return CkptrainError(
-        f"cannot use {where}: {error.strerror or error}; this says nothing about what is in it, so nothing is started;"
+        f"cannot use {where}: {error.strerror or error}; this says nothing about what is in it;"
         f" see that the store can be reached, and who it takes you for ({CREDENTIALS}), and run it again"
     )

@@ -13,7 +13,7 @@ import attrs
 from ckptrain.checkpoint.lock import Claim, Pace, hold
 from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.store import JOURNAL
-from ckptrain.checkpoint.working_copy import as_given, bring, publish
+from ckptrain.checkpoint.working_copy import as_given, bring, publish, store_url
 from ckptrain.config.load import dump_config
 from ckptrain.config.schema import RestoreConfig
 from ckptrain.errors import CkptrainError, ConfigError
@@ -102,6 +102,8 @@ def prepare(survey: Survey, start: Start, run_dir: Path) -> None:
 
 def make_known(run_dir: Path, claim: Claim, tell: Callable[[str], object]) -> None:
     """Put what a run has written down into its object store, where it lives in one and is still its own."""
+    if store_url(run_dir) is None:
+        return
     try:
         claim.check()
         publish(run_dir)

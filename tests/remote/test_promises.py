@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ckptrain.checkpoint.object_files import ObjectPath
 from ckptrain.checkpoint.remote_store import RemoteStore, store_of
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.store import DamagedCheckpoint
-from ckptrain.checkpoint.working_copy import local_path
+from ckptrain.checkpoint.working_copy import bring, local_path, publish, to_look_at
 from ckptrain.errors import CheckpointDamaged, CkptrainError, ClaimLost, SaveFailed, StartRefused
 from ckptrain.training.directory import claimed
 from ckptrain.training.start import decide_start, survey_run
@@ -167,3 +168,37 @@ def test_a_scan_says_whole_or_damaged_by_name_and_size(run_url: str) -> None:
     first, second = store_of(local_path(run_url)).scan()
     assert isinstance(first, DamagedCheckpoint)
     assert isinstance(second, CommittedCheckpoint)
+
+
+def journal_in(run: ObjectPath) -> bytes:
+    """Return the journal that the store has."""
+    return (run / "journal.jsonl").read() or b""
+
+
+def test_the_small_files_of_a_working_copy_follow_the_store(run_url: str) -> None:
+    """The store's are brought; lines that were only written here stay; a request to stop does not leave this machine."""
+    run_dir, run = local_path(run_url), ObjectPath(run_url)
+    bring(run_dir)
+    journal = run_dir / "journal.jsonl"
+    assert journal.read_bytes() == journal_in(run)
+    journal.write_bytes(journal.read_bytes() + b'{"event": "here alone"}\n')
+    (run_dir / "stop").touch()
+    bring(run_dir)
+    assert journal.read_bytes().endswith(b'{"event": "here alone"}\n')
+    publish(run_dir)
+    assert journal_in(run) == journal.read_bytes()
+    assert "stop" not in run.list_below()
+    (run / "journal.jsonl").write(b'{"event": "another machine went on"}\n')
+    bring(run_dir)
+    assert journal.read_bytes() == b'{"event": "another machine went on"}\n'
+    (run / "journal.jsonl").remove()
+    bring(run_dir)
+    assert not journal.exists()
+
+
+def test_a_beat_in_the_store_is_a_sign_of_life(run_url: str) -> None:
+    """Between commits the journal in the store does not change, and the run is not dead for that."""
+    look = to_look_at(local_path(run_url))
+    os.utime(look / "journal.jsonl", (1, 1))
+    (ObjectPath(run_url) / ".lock-7").create(b"a beat")
+    assert (to_look_at(local_path(run_url)) / "journal.jsonl").stat().st_mtime > time.time() - 60
