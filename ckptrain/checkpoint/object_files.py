@@ -35,6 +35,8 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 _ATTEMPTS = 6
 """Of one request; some half a minute altogether. AWS_MAX_ATTEMPTS and AWS_RETRY_MODE say otherwise."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+_SHORTEST_SECRET = 6
+"""A shorter one is made up, for a server on this machine, and would be found in every word."""
 _LIBRARIES = {"botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "requests", "urllib3"}
 """Whose errors are those of a store although they are no OSError."""
 
@@ -290,7 +292,7 @@ def _explained(error: BaseException) -> str:
     """Return what an error says on one line, without what must not be told."""
     text = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     for name in _SECRETS:
-        if secret := os.environ.get(name):
+        if len(secret := os.environ.get(name, "")) >= _SHORTEST_SECRET:
             text = text.replace(secret, f"${name}")
     text = re.sub(r"//[^/@\s]*@", "//", text)
     return text or type(error).__name__
