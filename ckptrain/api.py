@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
+from ckptrain.checkpoint.remote_store import store_of
+from ckptrain.checkpoint.store import JOURNAL
+from ckptrain.checkpoint.working_copy import local_path, run_of, to_look_at
 from ckptrain.config.load import load_config, unflatten
 from ckptrain.config.schema import RunConfig
 from ckptrain.errors import CheckpointNotFound, CkptrainError
@@ -63,7 +65,7 @@ def run(
 
     clock = clock or StartClock()
     clock.mark(IMPORTS)
-    directory = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+    directory = (local_path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
     from ckptrain.training.result import refusals_told
     from ckptrain.training.start import decide_start, survey_run
 
@@ -90,7 +92,7 @@ def resume(
         CheckpointNotFound: `run_dir` is not a run directory.
         CkptrainError: one of its kinds for whatever is refused or fails.
     """
-    return run(config_of_run(Path(run_dir)), overrides, run_dir=run_dir, observers=observers)
+    return run(config_of_run(local_path(run_dir)), overrides, run_dir=run_dir, observers=observers)
 
 
 def read_config(source: Source, overrides: Sequence[str], run_dir: Path) -> RunConfig:
@@ -117,9 +119,10 @@ def config_of_run(run_dir: Path, *, check_inputs: bool = True) -> RunConfig:
     Raises:
         CheckpointNotFound: the directory is not that of a run.
     """
+    run_dir = to_look_at(run_dir)
     if (run_dir / "run.yaml").is_file():
         return load_config(run_dir / "run.yaml", check_inputs=check_inputs)
-    newest = CheckpointStore(run_dir).newest()
+    newest = store_of(run_dir).newest()
     if newest is None:
         raise CheckpointNotFound(
             f"{run_dir} is not a run directory: expected run.yaml or checkpoints/ in it; start one with `ckptrain run"
@@ -140,7 +143,7 @@ def plan(
     Raises:
         CkptrainError: what `run` would refuse.
     """
-    directory = Path(run_dir) if run_dir is not None else default_run_dir(config)
+    directory = local_path(run_dir) if run_dir is not None else default_run_dir(config)
     loaded = read_config(config, overrides, directory)
     from ckptrain.training.start import decide_start, survey_run
 
@@ -188,7 +191,7 @@ def export(
     from ckptrain.convert.to_peft import export_adapter
 
     written = export_adapter(
-        Path(checkpoint),
+        local_path(checkpoint),
         Path(out),
         dtype=dtype,
         overwrite=overwrite,
@@ -216,7 +219,7 @@ def export_megatron(
     require(TORCH, "an export")
     from ckptrain.convert.to_megatron import export_megatron as write
 
-    written = write(Path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
+    written = write(local_path(checkpoint), Path(out), overwrite=overwrite, base=_str(base))
     _record_export("Megatron-Bridge checkpoint", checkpoint, written.path)
     return written
 
@@ -240,7 +243,7 @@ def merge(
     from ckptrain.convert.merge import merge_adapter
 
     written = merge_adapter(
-        Path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base)
+        local_path(checkpoint), Path(out), dtype=dtype, overwrite=overwrite, verify=verify, base=_str(base)
     )
     _record_export("merged model", checkpoint, written.path)
     return written
@@ -272,7 +275,9 @@ def _record_export(form: str, source: str | os.PathLike[str], out: Path) -> None
 
     A run directory that may only be read is exported from as well.
     """
-    path = Path(source).resolve()
+    path = local_path(source).resolve()
+    if run_of(path) is not None:  # what a store has is changed by the run alone
+        return
     for run_dir in (path, *path.parents[:3]):
         if (run_dir / JOURNAL).is_file():
             with contextlib.suppress(CkptrainError):

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptrain.api import Source, default_run_dir, read_config
+from ckptrain.checkpoint.working_copy import local_path
 from ckptrain.data.program_rows import keep_rows
 from ckptrain.errors import CkptrainError, ConfigError
 from ckptrain.installed import MEGATRON, require
@@ -59,7 +60,7 @@ class Trainer:
             CkptrainError: the configuration or a row cannot be used.
             ValueError: it is not a file, and no `run_dir` is given.
         """
-        self.run_dir = (Path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
+        self.run_dir = (local_path(run_dir) if run_dir is not None else default_run_dir(config)).absolute()
         if samples is not None:
             if train is not None:
                 raise ConfigError("cannot train on both", ["`train` and `samples` are given: leave out one"])

@@ -46,6 +46,8 @@ WITHOUT_TORCH = [
     "ckptrain.checkpoint.contents",
     "ckptrain.checkpoint.dcp_metadata",
     "ckptrain.checkpoint.lock",
+    "ckptrain.checkpoint.remote_store",
+    "ckptrain.checkpoint.working_copy",
     "ckptrain.checkpoint.reading",
     "ckptrain.checkpoint.retention",
     "ckptrain.data.dataset",

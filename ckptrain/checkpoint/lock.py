@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import socket
 import threading
@@ -30,11 +29,9 @@ import orjson
 from filelock import FileLock, Timeout
 
 from ckptrain.checkpoint import strict_json
+from ckptrain.checkpoint.lock_records import LOCK, Records, records_of
 from ckptrain.errors import ClaimLost, SaveFailed, StartRefused
 
-LOCK = ".lock"
-
-_RECORD_NAME = re.compile(r"\.lock-([1-9]\d*)", re.ASCII)
 _RECORD_BYTES = 640
 _NO_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -51,6 +48,8 @@ class Pace:
 
 
 PACE = Pace()
+OBJECT_PACE = Pace(beat_s=15.0, patience=6)
+"""In an object store, where every beat is a request that costs something."""
 
 
 @attrs.frozen(kw_only=True)
@@ -130,7 +129,7 @@ class Claim:
     @property
     def path(self) -> Path:
         """Return the file with the holder's record."""
-        return _path(self.run_dir, self.number)
+        return self.run_dir / f"{LOCK}-{self.number}"
 
     def check(self) -> None:
         """Make sure that no other run has taken over, as it may while this process or its machine is suspended.
@@ -140,11 +139,11 @@ class Claim:
             SaveFailed: the directory cannot be read.
         """
         try:
-            newest = _newest(self.run_dir, at_least=self.number)
+            newest = _newest(records_of(self.run_dir), at_least=self.number)
         except OSError as error:
             raise SaveFailed(
                 f"cannot read {self.path}: {error.strerror}; it tells whether this run still holds its directory, and"
-                " without that nothing is committed; see that the disk is there, and run it again"
+                " without that nothing is committed; see that the disk or the store is there, and run it again"
             ) from error
         if newest.is_of(self.token):
             return
@@ -158,26 +157,31 @@ class Claim:
 
 
 @contextlib.contextmanager
-def hold(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
+def hold(run_dir: Path, *, pace: Pace | None = None, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
     """Hold an existing directory for this process as long as the block lasts.
 
     Args:
         run_dir: the directory.
-        pace: of this holder; it is written in the record, and a start that watches goes by the slower of both.
+        pace: of this holder, where it is not the usual one; it is written in the record, and a start that watches goes
+            by the slower of both.
         tell: is told what is waited for, where a start has to watch.
 
     Raises:
         StartRefused: another run holds it.
         OSError: the directory cannot be read or written.
     """
+    records = records_of(run_dir)
+    pace = pace or (PACE if records.under_kernel else OBJECT_PACE)
     kernel = FileLock(run_dir / LOCK, timeout=0, fallback_to_soft=False)
     locked = _lock(kernel)
+    if locked and not records.under_kernel:
+        locked = None  # it keeps others from this working copy, and says nothing of other machines
     try:
-        claim, record = _take(run_dir, pace, tell, locked=locked)
-        with _beating(claim.path, record):
-            for older in _numbers(run_dir):
+        claim, record = _take(run_dir, records, pace, tell, locked=locked)
+        with _beating(records, claim.number, record):
+            for older in records.numbers():
                 if older < claim.number:
-                    _path(run_dir, older).unlink(missing_ok=True)
+                    records.remove(older)
             yield claim
     finally:
         kernel.release()
@@ -186,7 +190,7 @@ def hold(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = la
 def holder(run_dir: Path) -> Holder | None:
     """Return who holds a directory, as far as can be read; None for nobody. Nothing is locked or changed."""
     try:
-        record = _newest(run_dir).record()
+        record = _newest(records_of(run_dir)).record()
     except OSError:
         return None
     return None if record is None or record.released else record.holder()
@@ -205,15 +209,17 @@ def _lock(kernel: FileLock) -> bool | None:
     return True
 
 
-def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked: bool | None) -> tuple[Claim, _Record]:
+def _take(
+    run_dir: Path, records: Records, pace: Pace, tell: Callable[[str], object], *, locked: bool | None
+) -> tuple[Claim, _Record]:
     """Become the holder, or find that there is one; every turn of the loop follows something that another run did."""
-    newest = _newest(run_dir)
+    newest = _newest(records)
     while True:
         record, held = newest.record(), _is_held(newest)
         if held and not locked:
             raise _refusal(run_dir, record)
         if held is not False or locked is False:
-            later = _watch(run_dir, newest, pace, tell)
+            later = _watch(run_dir, records, newest, pace, tell)
             if later != newest:
                 moved = later.record()
                 if record is not None and moved is not None and moved.token == record.token and not moved.released:
@@ -224,9 +230,9 @@ def _take(run_dir: Path, pace: Pace, tell: Callable[[str], object], *, locked: b
             # child. Then the record decides; a lock without a record is somebody else's.
             if locked is False and (record is None or record.released):
                 raise _refusal(run_dir, None)
-        if (taken := _create(run_dir, newest.number + 1, pace)) is not None:
+        if (taken := _create(run_dir, records, newest.number + 1, pace)) is not None:
             return taken
-        newest = _newest(run_dir, at_least=newest.number + 1)
+        newest = _newest(records, at_least=newest.number + 1)
 
 
 def _is_held(newest: _Sight) -> bool | None:
@@ -238,7 +244,7 @@ def _is_held(newest: _Sight) -> bool | None:
     return None if record is None or record.pid == os.getpid() else _is_alive(record)
 
 
-def _watch(run_dir: Path, newest: _Sight, pace: Pace, tell: Callable[[str], object]) -> _Sight:
+def _watch(run_dir: Path, records: Records, newest: _Sight, pace: Pace, tell: Callable[[str], object]) -> _Sight:
     """Return the first sight that differs from `newest`, or `newest` once patience is over."""
     record = newest.record()
     beat_s = pace.beat_s if record is None else max(pace.beat_s, record.beat_s)
@@ -246,15 +252,14 @@ def _watch(run_dir: Path, newest: _Sight, pace: Pace, tell: Callable[[str], obje
     tell(f"{run_dir} is held by {whom}: waiting up to {beat_s * pace.patience:g} s for a sign of life")
     for _ in range(pace.patience):
         time.sleep(beat_s)
-        later = _newest(run_dir, at_least=newest.number)
+        later = _newest(records, at_least=newest.number)
         if later != newest:
             return later
     return newest
 
 
-def _create(run_dir: Path, number: int, pace: Pace) -> tuple[Claim, _Record] | None:
+def _create(run_dir: Path, records: Records, number: int, pace: Pace) -> tuple[Claim, _Record] | None:
     """Write the record of this process under a number; None if another run has taken it."""
-    path = _path(run_dir, number)
     _, born = _process(os.getpid()) or ("", 0)
     record = _Record(
         token=secrets.token_hex(16),
@@ -266,27 +271,21 @@ def _create(run_dir: Path, number: int, pace: Pace) -> tuple[Claim, _Record] | N
         beat_s=pace.beat_s,
         held_s=0.0,
     )
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
+    if not records.create(number, record.to_bytes()):
         return None
-    try:
-        path.write_bytes(record.to_bytes())
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
     return Claim(run_dir=run_dir, number=number, token=record.token), record
 
 
 @contextlib.contextmanager
-def _beating(path: Path, record: _Record) -> Iterator[None]:
+def _beating(records: Records, number: int, record: _Record) -> Iterator[None]:
     """Renew a record until the block ends, then mark it as released; a forked child does neither."""
     stop, owner, began = threading.Event(), os.getpid(), time.monotonic()
 
     def beat(*, released: bool = False) -> None:
         # A disk that is full or away for a while must not end the run: the next beat tries again.
         with contextlib.suppress(OSError):
-            _rewrite(path, attrs.evolve(record, held_s=time.monotonic() - began, released=released))
+            now = attrs.evolve(record, held_s=time.monotonic() - began, released=released)
+            records.rewrite(number, record.token, now.to_bytes())
 
     def beat_on() -> None:
         while not stop.wait(record.beat_s):
@@ -303,47 +302,18 @@ def _beating(path: Path, record: _Record) -> Iterator[None]:
             beat(released=True)
 
 
-def _rewrite(path: Path, record: _Record) -> None:
-    """Write a record over the one before, if that is still there and of the same holder.
-
-    The file is opened and closed each time: on NFS that is what brings it to the server, and to those who open it next.
-    """
-    with path.open("r+b", buffering=0) as file:
-        if record.token.encode() in file.read():
-            file.seek(0)
-            file.write(record.to_bytes())
-
-
-def _newest(run_dir: Path, at_least: int = 0) -> _Sight:
+def _newest(records: Records, at_least: int = 0) -> _Sight:
     """Read the newest record.
 
     Args:
-        run_dir: the run directory.
+        records: those of the run directory.
         at_least: a number known to be taken: NFS may list a directory as it was half a minute ago.
 
     Raises:
-        OSError: the directory cannot be read.
+        OSError: they cannot be read.
     """
-    number = max([at_least, *_numbers(run_dir)])
-    try:
-        data = _path(run_dir, number).read_bytes() if number else b""
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
-            raise
-        data = b""  # removed after it was listed
-    return _Sight(number=number, data=data)
-
-
-def _numbers(run_dir: Path) -> list[int]:
-    try:
-        names = [path.name for path in run_dir.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [int(match[1]) for name in names if (match := _RECORD_NAME.fullmatch(name))]
-
-
-def _path(run_dir: Path, number: int) -> Path:
-    return run_dir / f"{LOCK}-{number}"
+    number = max([at_least, *records.numbers()])
+    return _Sight(number=number, data=records.read(number) if number else b"")
 
 
 def _is_alive(record: _Record) -> bool | None:

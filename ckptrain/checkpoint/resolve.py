@@ -7,14 +7,15 @@ from pathlib import Path
 
 from ckptrain.checkpoint.integrity import CommittedCheckpoint, open_checkpoint
 from ckptrain.checkpoint.manifest import MANIFEST_NAME
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.store import (
     CHECKPOINTS,
     REMOVING_PREFIX,
     STAGING_PREFIX,
-    CheckpointStore,
     DamagedCheckpoint,
     step_of,
 )
+from ckptrain.checkpoint.working_copy import as_given, look_directory, run_of, store_url
 from ckptrain.errors import CheckpointDamaged, CheckpointNotFound
 
 _EXPECTED = "give a run directory, or a checkpoint such as RUN/checkpoints/step-00000100"
@@ -31,6 +32,8 @@ def resolve_checkpoint(path: Path) -> CommittedCheckpoint:
         CheckpointDamaged: it is one, and not whole.
     """
     path = path.resolve()  # a link or `.` given by hand is a way to say where; links inside a checkpoint are damage
+    if (run_dir := run_of(path)) is not None:
+        return _fetched(path, run_dir)
     if path.name == MANIFEST_NAME and path.is_file():
         return resolve_checkpoint(path.parent)
     if path.name.startswith((STAGING_PREFIX, REMOVING_PREFIX)):
@@ -46,6 +49,22 @@ def resolve_checkpoint(path: Path) -> CommittedCheckpoint:
     raise CheckpointNotFound(f"{path} {_appearance(path)}; {_EXPECTED}")
 
 
+def _fetched(path: Path, run_dir: Path) -> CommittedCheckpoint:
+    """Return what a path in a working copy means in its store, fetched to this process's own copy."""
+    url = store_url(run_dir)
+    assert url is not None
+    store = store_of(look_directory(url.url))
+    name = next((part for part in path.relative_to(run_dir).parts if step_of(part) is not None), None)
+    if name is None:
+        return store.here(_newest(store.run_dir))
+    found = next((checkpoint for checkpoint in store.scan() if checkpoint.path.name == name), None)
+    if found is None:
+        raise CheckpointNotFound(f"{as_given(path)} is not there, or was never completed; {_EXPECTED}")
+    if isinstance(found, DamagedCheckpoint):
+        raise CheckpointDamaged(f"{as_given(path)} is damaged", found.problems)
+    return store.here(found)
+
+
 def _named(path: Path) -> CommittedCheckpoint:
     checkpoint = open_checkpoint(path)
     if step_of(path.name) not in (None, checkpoint.step):
@@ -55,7 +74,7 @@ def _named(path: Path) -> CommittedCheckpoint:
 
 
 def _newest(run_dir: Path) -> CommittedCheckpoint:
-    found = CheckpointStore(run_dir).scan()
+    found = store_of(run_dir).scan()
     if not found:
         raise CheckpointNotFound(
             f"the run {run_dir} has no checkpoint yet; it saves its first at checkpoint.every_steps"

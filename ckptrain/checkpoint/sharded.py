@@ -19,6 +19,8 @@ import attrs
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as ObjectFileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -33,8 +35,9 @@ from torch.futures import Future
 
 from ckptrain.checkpoint.dcp_metadata import read_dcp_metadata
 from ckptrain.checkpoint.manifest import FileDigest
+from ckptrain.checkpoint.object_files import ObjectPath, store_failures
 from ckptrain.checkpoint.ranks import Group, rank, together, world_size
-from ckptrain.checkpoint.store import save_failures
+from ckptrain.checkpoint.store import Staging, save_failures
 from ckptrain.errors import CheckpointDamaged, SaveFailed
 
 
@@ -111,6 +114,13 @@ class Written:
     """The files of this process, by name: its data, and on rank 0 the metadata."""
 
 
+_HOW: Mapping[str, Any] = {
+    "single_file_per_rank": True,
+    "thread_count": 1,
+    "per_thread_copy_ahead": 0,  # all is in host memory: no stream, which would be one of GPU 0 on every rank
+}
+
+
 class _HashedFile:
     """A file that is hashed as it is written: the digest is that of the bytes that were meant."""
 
@@ -134,35 +144,52 @@ class _HashedFile:
         return FileDigest(num_bytes=self._num_bytes, sha256=self._sha256.hexdigest())
 
 
-class _HashingFileSystem(FileSystem):
-    """DCP's file system, which knows the digest of every file that it wrote."""
+class _Hashing:
+    """Makes one of DCP's file systems know the digest of every file that it wrote."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.written: dict[str, _HashedFile] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as file:
+        with super().create_stream(path, mode) as file:  # type: ignore[misc]
             self.written[Path(path).name] = hashed = _HashedFile(file)
             yield hashed
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        super().rename(path, new_path)  # type: ignore[misc]
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, without the marks that make two saves of the same state differ (a random id, the path)."""
+class _HashingDisk(_Hashing, FileSystem):
+    """DCP's files on a disk."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(
-            directory,
-            single_file_per_rank=True,
-            sync_files=True,
-            thread_count=1,
-            per_thread_copy_ahead=0,  # all is in host memory: no stream, which would be one of GPU 0 on every rank
-        )
-        self.fs = _HashingFileSystem()
+
+class _HashingStore(_Hashing, ObjectFileSystem):
+    """DCP's files in an object store."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with store_failures(str(path), "writing"), super().create_stream(path, mode) as file:
+            yield file
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make nothing: there are no directories, and a bucket that is not there is not to be made."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        with store_failures(str(path), "renaming"):
+            super().rename(path, new_path)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        with store_failures(str(path), "looking for"):
+            return bool(super().exists(path))
+
+
+class _Plain:
+    """Makes one of DCP's writers leave out what makes two saves of the same state differ (a random id, the path)."""
+
+    fs: Any
 
     def digests(self) -> dict[str, FileDigest]:
         """Return what this process wrote, by file name."""
@@ -177,13 +204,30 @@ class _Writer(dcp.FileSystemWriter):
             nothing.set_result([])
             return nothing
         try:
-            return super().write_data(plan, planner)
+            return super().write_data(plan, planner)  # type: ignore[misc]
         except Exception as error:
             # torch reports a full disk as "unexpected pos"; what the system said is what explains it.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
+
+
+class _Writer(_Plain, dcp.FileSystemWriter):
+    """Writes to a disk, and waits until all is on it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True, **_HOW)
+        self.fs = _HashingDisk()
+
+
+class _StoreWriter(_Plain, FsspecWriter):
+    """Writes to an object store, where what is closed is there."""
+
+    def __init__(self, directory: ObjectPath) -> None:
+        super().__init__(directory.url, sync_files=False, **_HOW)
+        self.fs = _HashingStore()
+        self.path = self.fs.init_path(directory.url, **directory.options)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -233,7 +277,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
     }
 
 
-def save_tensors(state: Mapping[str, Tensor], directory: Path, group: Group = None) -> Written:
+def save_tensors(state: Mapping[str, Tensor], directory: Staging, group: Group = None) -> Written:
     """Write a state, every process its pieces, and wait until they are on disk; collective.
 
     Args:
@@ -244,7 +288,7 @@ def save_tensors(state: Mapping[str, Tensor], directory: Path, group: Group = No
     Raises:
         SaveFailed: any process could not write; on every rank.
     """
-    writer = _Writer(directory)
+    writer = _Writer(directory) if isinstance(directory, Path) else _StoreWriter(directory)
     try:
         with _without_warning():
             metadata = dcp.save(

@@ -15,15 +15,22 @@ import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import attrs
 import orjson
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, fsync_directory, fsync_file, open_checkpoint
+from ckptrain.checkpoint.integrity import (
+    CommittedCheckpoint,
+    fsync_directory,
+    fsync_file,
+    open_checkpoint,
+    verify_files,
+)
 from ckptrain.checkpoint.manifest import MANIFEST_NAME, Manifest, WrittenByNewer
-from ckptrain.checkpoint.reading import unread
+from ckptrain.checkpoint.object_files import CREDENTIALS, STORE_FAILED, ObjectPath
+from ckptrain.checkpoint.reading import reading, unread
 from ckptrain.checkpoint.retention import Retention, judge
 from ckptrain.errors import CheckpointDamaged, CkptrainError, SaveFailed
 from ckptrain.lifecycle.facts import DamageFacts
@@ -35,6 +42,9 @@ JOURNAL = "journal.jsonl"
 STAGING_PREFIX = ".staging-"
 REMOVING_PREFIX = ".removing-"
 
+type Staging = Path | ObjectPath
+"""Where a save is written before it is committed."""
+
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
 _HINTS = {
     errno.ENOSPC: "free some space",
@@ -42,6 +52,7 @@ _HINTS = {
     errno.EACCES: "make the run directory writable",
     errno.EPERM: "make the run directory writable",
     errno.EROFS: "mount the file system writable, or use a --run-dir on another",
+    STORE_FAILED: f"see that the store can be reached, and who it takes you for ({CREDENTIALS})",
 }
 
 
@@ -70,7 +81,7 @@ def step_of(name: str) -> int | None:
 
 
 @contextmanager
-def save_failures(path: Path, doing: str = "writing") -> Iterator[None]:
+def save_failures(path: Staging, doing: str = "writing") -> Iterator[None]:
     """Turn an OSError raised while a checkpoint is written at or below `path` into a SaveFailed that explains it.
 
     Raises:
@@ -87,6 +98,9 @@ def save_failures(path: Path, doing: str = "writing") -> Iterator[None]:
 
 class CheckpointStore:
     """What lies in RUN/checkpoints and RUN/quarantine; the constructor touches no disk."""
+
+    on_disk = True
+    """Whether they take room on the disk of the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -132,7 +146,7 @@ class CheckpointStore:
         """Return the whole checkpoint of `step`."""
         return next((checkpoint for checkpoint in self.committed() if checkpoint.step == step), None)
 
-    def stage(self, step: int) -> Path:
+    def stage(self, step: int) -> Staging:
         """Make an empty hidden directory to write the checkpoint of `step` into.
 
         Raises:
@@ -143,12 +157,13 @@ class CheckpointStore:
             staging.mkdir(parents=True)
         return staging
 
-    def commit(self, staging: Path, manifest: Manifest) -> CommittedCheckpoint:
+    def commit(self, staging: Staging, manifest: Manifest) -> CommittedCheckpoint:
         """Make what was staged a checkpoint; every file but the manifest must be written and synced already.
 
         Raises:
             SaveFailed: it could not be completed, or there is one of that step. The staging directory is left.
         """
+        assert isinstance(staging, Path)
         final = self.directory / checkpoint_name(manifest.step)
         with save_failures(staging):
             if os.path.lexists(final):
@@ -167,9 +182,9 @@ class CheckpointStore:
             fsync_directory(self.directory)
         return CommittedCheckpoint(path=final, manifest=manifest)
 
-    def discard(self, staging: Path) -> None:
+    def discard(self, staging: Staging) -> None:
         """Remove a staging directory whose save was given up; what cannot be removed is left to `clean_staging`."""
-        if not staging.name.startswith(STAGING_PREFIX):
+        if not isinstance(staging, Path) or not staging.name.startswith(STAGING_PREFIX):
             raise ValueError(f"{staging} is not a staging directory")
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -206,6 +221,38 @@ class CheckpointStore:
             fsync_directory(self.quarantine_directory)
             fsync_directory(path.parent)
         return target
+
+    def quarantined(self) -> list[str]:
+        """Return the names of what was set aside."""
+        return [path.name for path in _entries(self.quarantine_directory)]
+
+    def is_read(self, checkpoint: CommittedCheckpoint) -> bool:
+        """Tell whether a process reads a checkpoint, so that it stays."""
+        with unread(checkpoint.path) as is_free:
+            return not is_free
+
+    def reading(self, checkpoint: CommittedCheckpoint) -> AbstractContextManager[None]:
+        """Keep a checkpoint from being removed while it is read.
+
+        Raises:
+            CheckpointNotFound: it was removed after it had been opened.
+        """
+        return reading(checkpoint)
+
+    def problems(self, checkpoint: CommittedCheckpoint) -> list[str]:
+        """Read a checkpoint in full, and return what differs from its manifest."""
+        return verify_files(checkpoint)
+
+    def here(self, checkpoint: CommittedCheckpoint) -> CommittedCheckpoint:
+        """Return a checkpoint with its files where this machine can read them."""
+        return checkpoint
+
+    def placed(self, checkpoint: CommittedCheckpoint) -> CommittedCheckpoint:
+        """Return a checkpoint with the path that `here` gives it, without seeing to it that it is there."""
+        return checkpoint
+
+    def forget_copies_but(self, name: str) -> None:
+        """Remove what was fetched of other checkpoints; where they lie on this disk, nothing was."""
 
     def prune(self, retention: Retention, in_use: Collection[Path] = ()) -> list[Path]:
         """Remove the whole checkpoints that nothing keeps, but those that someone reads; return what is gone.
@@ -247,14 +294,18 @@ def _look_at(path: Path, step: int, run_id: str | None) -> CommittedCheckpoint |
         if isinstance(error, CheckpointDamaged):
             return DamagedCheckpoint(path=path, step=step, problems=error.problems)
         raise
+    problem = identity_problem(checkpoint, step, run_id)
+    return checkpoint if problem is None else DamagedCheckpoint(path=path, step=step, problems=(problem,))
+
+
+def identity_problem(checkpoint: CommittedCheckpoint, step: int, run_id: str | None) -> str | None:
+    """Say why a whole checkpoint is not the one that belongs under the name of `step` in the run `run_id`."""
     found = checkpoint.manifest.run_id
     if checkpoint.step != step:
-        problem = f"its manifest is that of step {checkpoint.step}: it was renamed"
-    elif run_id is not None and found != run_id:
-        problem = f"it is of another run: its run_id is {found}, that of the run here is {run_id}"
-    else:
-        return checkpoint
-    return DamagedCheckpoint(path=path, step=step, problems=(problem,))
+        return f"its manifest is that of step {checkpoint.step}: it was renamed"
+    if run_id is not None and found != run_id:
+        return f"it is of another run: its run_id is {found}, that of the run here is {run_id}"
+    return None
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -281,8 +332,10 @@ def _unused(directory: Path, name: str) -> Path:
     return path
 
 
-def _untouched(path: Path) -> str:
+def _untouched(path: Staging) -> str:
     """Say what a failure at `path`, somewhere below RUN/checkpoints, has left as it was."""
+    if not isinstance(path, Path):  # a store that has just failed is not asked
+        return "what was saved before is untouched"
     run_dir = next((parent.parent for parent in path.parents if parent.name == CHECKPOINTS), None)
     try:
         committed = [] if run_dir is None else CheckpointStore(run_dir).committed()

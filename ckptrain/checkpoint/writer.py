@@ -25,7 +25,7 @@ from ckptrain.checkpoint.manifest import FileDigest, Manifest
 from ckptrain.checkpoint.ranks import Group, gather_to_all, on_rank0, rank, together, world_size
 from ckptrain.checkpoint.retention import Retention
 from ckptrain.checkpoint.sharded import StoredTensor, save_tensors
-from ckptrain.checkpoint.store import CheckpointStore, save_failures
+from ckptrain.checkpoint.store import CheckpointStore, Staging, save_failures
 from ckptrain.errors import CkptrainError, ClaimLost, SaveFailed
 
 Describe = Callable[[Mapping[str, Mapping[str, StoredTensor]], Mapping[str, FileDigest]], Manifest]
@@ -194,19 +194,22 @@ def write_checkpoint(
 
 
 def _commit(
-    store: CheckpointStore, staging: Path, manifest: Manifest, may_commit: Callable[[], object]
+    store: CheckpointStore, staging: Staging, manifest: Manifest, may_commit: Callable[[], object]
 ) -> CommittedCheckpoint:
     may_commit()
     return store.commit(staging, manifest)
 
 
-def _read_back(staging: Path, files: Mapping[str, FileDigest]) -> None:
-    """See that the file system returns what it was given; it is asked to forget its copies in memory first."""
+def _read_back(staging: Staging, files: Mapping[str, FileDigest]) -> None:
+    """See that the file system or the store returns what it was given; a file system forgets its copies first."""
     with save_failures(staging, "reading back"):
         for name, expected in files.items():
             path = staging / name
-            _forget_cached(path)
-            found = hash_file(path)
+            if isinstance(path, Path):
+                _forget_cached(path)
+                found = hash_file(path)
+            else:
+                found = path.digest()
             if found != expected:
                 raise SaveFailed(
                     f"{path} reads back as other bytes on rank {rank()} ({found.num_bytes} of {expected.num_bytes},"

@@ -18,6 +18,7 @@ from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.manifest import Manifest
 from ckptrain.checkpoint.reading import reading
 from ckptrain.checkpoint.resolve import resolve_checkpoint
+from ckptrain.checkpoint.working_copy import as_given
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, by_kind, facts, shape_text, table
 from ckptrain.cli.quiet import quiet_libraries
@@ -64,7 +65,12 @@ def diff_answer(a: Path, b: Path, *, tensors: bool) -> Answer:
 
 def _identity(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
-    return {"path": str(checkpoint.path), "run_id": manifest.run_id, "step": manifest.step, "created": manifest.created}
+    return {
+        "path": as_given(checkpoint.path),
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "created": manifest.created,
+    }
 
 
 def _facts(before: Manifest, after: Manifest) -> Iterator[dict[str, Any]]:

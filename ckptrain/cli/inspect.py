@@ -16,6 +16,7 @@ from ckptrain.checkpoint.contents import stored_bytes, tensor_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.manifest import Manifest
 from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.working_copy import as_given
 from ckptrain.cli.foreign import foreign_answer
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, by_kind, facts, shape_text, table
@@ -48,7 +49,7 @@ def inspect_answer(path: Path, *, norms: bool, base: str | None = None) -> Answe
     with reading(checkpoint):
         measured = _measured(checkpoint) if norms else None
     report = {
-        "path": str(checkpoint.path),
+        "path": as_given(checkpoint.path),
         **_manifest(checkpoint.manifest),
         "tensors": [
             {

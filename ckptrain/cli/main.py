@@ -10,6 +10,7 @@ import click
 import ckptrain
 from ckptrain.cli.group import Commands
 from ckptrain.cli.options import (
+    PlacePath,
     base_option,
     complete_section,
     json_option,
@@ -76,7 +77,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], num_processes: int, *, qui
 
 
 @cli.command()
-@click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
+@click.argument("source", metavar="CONFIG|RUN", type=PlacePath())
 @overrides
 @run_dir_option
 @processes_option
@@ -92,7 +93,7 @@ def plan(source: Path, overrides: tuple[str, ...], run_dir: Path | None, num_pro
 
 
 @cli.command()
-@click.argument("source", metavar="CONFIG|RUN", type=click.Path(path_type=Path))
+@click.argument("source", metavar="CONFIG|RUN", type=PlacePath())
 @overrides
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print the first N samples, coloured.")
 @json_option()
@@ -121,7 +122,7 @@ def status(run_dir: Path) -> Answer:
 
 
 @cli.command()
-@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=PlacePath())
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -142,7 +143,7 @@ def report(run_dirs: tuple[Path, ...], out: Path | None, png: Path | None) -> An
 
 
 @cli.command()
-@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="CKPT|RUN", type=PlacePath())
 @click.option("--norms", is_flag=True, help="Read the tensors: norms, largest values, and what is NaN or infinite.")
 @base_option
 @json_option()
@@ -158,8 +159,8 @@ def inspect(path: Path, base: str | None, *, norms: bool) -> Answer:
 
 
 @cli.command()
-@click.argument("a", metavar="A", type=click.Path(path_type=Path))
-@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.argument("a", metavar="A", type=PlacePath())
+@click.argument("b", metavar="B", type=PlacePath())
 @click.option("--no-tensors", is_flag=True, help="Do not compare the numbers in the tensors, which takes torch.")
 @json_option()
 def diff(a: Path, b: Path, *, no_tensors: bool) -> Answer:
@@ -174,7 +175,7 @@ def diff(a: Path, b: Path, *, no_tensors: bool) -> Answer:
 
 
 @cli.command()
-@click.argument("path", metavar="CKPT|RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="CKPT|RUN", type=PlacePath())
 @json_option()
 def verify(path: Path) -> Answer:
     """Compare every file with its digest.
@@ -220,7 +221,7 @@ def prune(
 
 
 @cli.command()
-@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="CKPT", type=PlacePath())
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
@@ -274,7 +275,7 @@ def export(
 
 
 @cli.command()
-@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="CKPT", type=PlacePath())
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",

@@ -12,6 +12,21 @@ from click.shell_completion import CompletionItem
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class PlacePath(click.Path):
+    """A path, or the URL of a run in an object store, which becomes the path of its working copy."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if isinstance(value, str) and "://" in value:
+            from ckptrain.checkpoint.working_copy import local_path
+
+            return local_path(value)
+        return super().convert(value, param, ctx)
+
+
 def json_option(*, exposed: bool = False) -> Decorator:
     """Accept --json; the group acts on it, so that most commands need not know."""
     text = "Print one JSON object on stdout."
@@ -39,7 +54,9 @@ def processes_option(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Accept --run-dir."""
     return click.option(
-        "--run-dir", type=click.Path(path_type=Path), help="Where the run lives; runs/CONFIG-NAME if left out."
+        "--run-dir",
+        type=PlacePath(),
+        help="Where the run lives, a directory or a URL such as s3://BUCKET/NAME; runs/CONFIG-NAME if left out.",
     )(command)
 
 
@@ -79,8 +96,7 @@ def overrides(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     """Accept a run directory."""
-    kind = click.Path(path_type=Path)
-    return click.argument("run_dir", metavar="RUN", type=kind, shell_complete=complete_directory)(command)
+    return click.argument("run_dir", metavar="RUN", type=PlacePath(), shell_complete=complete_directory)(command)
 
 
 def complete_directory(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:

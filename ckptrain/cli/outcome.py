@@ -116,6 +116,14 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 def failure_of(error: Exception) -> Failure:
     """Return how an error is told: what a caller can act on by its message, a fault of ours as one."""
+    from ckptrain.checkpoint.working_copy import as_given
+
+    failure = _failure_of(error)
+    problems = tuple(as_given(problem) for problem in failure.problems)
+    return attrs.evolve(failure, message=as_given(failure.message), problems=problems)
+
+
+def _failure_of(error: Exception) -> Failure:
     kind, message = type(error).__name__, str(error)
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, click.exceptions.Abort):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptrain import api
+from ckptrain.checkpoint.working_copy import all_as_given, as_given
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import Row, facts, start_rows
 from ckptrain.cli.wording import bytes_text, count_text, plural
@@ -63,8 +64,8 @@ def plan_report(survey: Survey, start: Start, run_dir: Path) -> dict[str, Any]:
     memory = memory_estimate(config, shape, survey.layout, survey.targets)
     layers = assumed_layers(config, shape, survey.layout)
     return {
-        "run_dir": str(run_dir),
-        "plan": start.plan.to_dict(),
+        "run_dir": as_given(run_dir),
+        "plan": all_as_given(start.plan.to_dict()),
         "steps": config.train.steps,
         "base": {
             **attrs.asdict(survey.identity),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from rich.text import Text
 
 from ckptrain import api
 from ckptrain.checkpoint.contents import stored_bytes
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
-from ckptrain.checkpoint.reading import reading, unread
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.retention import Retention, Verdict, judge
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from ckptrain.checkpoint.working_copy import as_given
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import table
 from ckptrain.cli.wording import bytes_text, plural
@@ -37,19 +37,20 @@ def prune_answer(run_dir: Path, wanted: Mapping[str, Any], *, dry_run: bool) -> 
     """
     options = api.config_of_run(run_dir, check_inputs=False).checkpoint
     retention = attrs.evolve(Retention.of(options), **wanted)
-    store = CheckpointStore(run_dir)
+    store = store_of(run_dir)
     found = store.scan()
     whole = [checkpoint for checkpoint in found if isinstance(checkpoint, CommittedCheckpoint)]
-    in_use = [checkpoint.path for checkpoint in whole if _is_read(checkpoint)]
+    in_use = [checkpoint.path for checkpoint in whole if store.is_read(checkpoint)]
     verdicts = judge(whole, retention, in_use)
     if not all(verdict.kept for verdict in verdicts):
-        _check_newest(whole[-1])
+        _check_newest(store, whole[-1])
     removed = [] if dry_run else store.prune(retention, in_use)
     going = {verdict.checkpoint.path for verdict in verdicts if not verdict.kept} if dry_run else set(removed)
-    rows = [_judged(verdict, going) for verdict in verdicts]
+    left = {checkpoint.path for checkpoint in store.committed()} - going
+    rows = [_judged(verdict, left) for verdict in verdicts]
     rows += [_damaged(checkpoint) for checkpoint in found if isinstance(checkpoint, DamagedCheckpoint)]
     report = {
-        "run_dir": str(run_dir),
+        "run_dir": as_given(run_dir),
         "retention": attrs.asdict(retention),
         "dry_run": dry_run,
         "checkpoints": sorted(rows, key=lambda row: row["step"]),
@@ -58,16 +59,11 @@ def prune_answer(run_dir: Path, wanted: Mapping[str, Any], *, dry_run: bool) -> 
     return Answer(report=report, show=functools.partial(_show, report))
 
 
-def _is_read(checkpoint: CommittedCheckpoint) -> bool:
-    with unread(checkpoint.path) as is_free:
-        return not is_free
-
-
-def _check_newest(newest: CommittedCheckpoint) -> None:
+def _check_newest(store: CheckpointStore, newest: CommittedCheckpoint) -> None:
     """Read the newest in full before others go: by names and sizes alone it could be the only one that is no good."""
     problems = []
-    with contextlib.suppress(CheckpointNotFound), reading(newest):  # the run has saved a newer one, and pruned it
-        problems = verify_files(newest)
+    with contextlib.suppress(CheckpointNotFound), store.reading(newest):  # the run has saved a newer one, and pruned it
+        problems = store.problems(newest)
     if problems:
         raise CheckpointDamaged(
             f"nothing is removed: the newest checkpoint {newest.path} is damaged, so one of those before it may be the"
@@ -76,10 +72,10 @@ def _check_newest(newest: CommittedCheckpoint) -> None:
         )
 
 
-def _judged(verdict: Verdict, going: Collection[Path]) -> dict[str, Any]:
+def _judged(verdict: Verdict, left: Collection[Path]) -> dict[str, Any]:
     """Return what became of a whole checkpoint, which a reader, or a prune by the run itself, may have changed."""
     path, reasons = verdict.checkpoint.path, verdict.reasons
-    goes = path in going or not os.path.lexists(path)
+    goes = path not in left
     return {
         "name": path.name,
         "step": verdict.checkpoint.step,

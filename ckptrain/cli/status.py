@@ -19,7 +19,9 @@ from ckptrain import api
 from ckptrain.checkpoint.contents import stored_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.lock import Holder, holder
-from ckptrain.checkpoint.store import JOURNAL, CheckpointStore, DamagedCheckpoint
+from ckptrain.checkpoint.remote_store import store_of
+from ckptrain.checkpoint.store import JOURNAL, DamagedCheckpoint
+from ckptrain.checkpoint.working_copy import all_as_given, as_given, to_look_at
 from ckptrain.cli.outcome import Answer, failure_of
 from ckptrain.cli.page import Row, facts, problem_rows, start_rows
 from ckptrain.cli.wording import bytes_text, duration_text
@@ -62,21 +64,22 @@ def status_answer(run_dir: Path) -> Answer:
         CheckpointNotFound: the directory is not that of a run.
         CheckpointDamaged: a newer ckptrain wrote here.
     """
-    store = CheckpointStore(run_dir)
+    run_dir = to_look_at(run_dir)
+    store = store_of(run_dir)
     found = store.scan()
     written = _read(run_dir)
     if not found and not written.journal and not (run_dir / _RUN_CONFIG).is_file():
         found_there = _EXPECTED if run_dir.is_dir() else "does not exist, expected a run directory"
         raise CheckpointNotFound(f"{run_dir} {found_there}; start a run with `ckptrain run CONFIG --run-dir {run_dir}`")
     report = {
-        "run_dir": str(run_dir),
+        "run_dir": as_given(run_dir),
         **_phase(written),
         "step": _last(written.metrics, "step") or max((checkpoint.step for checkpoint in found), default=0),
         "steps": _target(run_dir, found),
         "loss": _last(written.metrics, "loss"),
         "val_loss": _last(written.metrics, "val_loss"),
         "checkpoints": [_checkpoint(checkpoint) for checkpoint in found],
-        "quarantined": _names(store.quarantine_directory),
+        "quarantined": store.quarantined(),
         "next": _next_start(run_dir, _processes(written)),
     }
     return Answer(report=report, show=functools.partial(_show, report))
@@ -184,10 +187,6 @@ def _checkpoint(checkpoint: CommittedCheckpoint | DamagedCheckpoint) -> dict[str
     }
 
 
-def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-
-
 def _processes(written: _Written) -> int:
     """Return over how many processes the run was last started."""
     return int(_last((entry for entry in written.journal if entry.get("event") == "plan"), "world_size") or 1)
@@ -206,7 +205,7 @@ def _next_start(run_dir: Path, num_processes: int) -> dict[str, Any]:
         _, start = api.plan(config, run_dir=run_dir, world_size=num_processes)
     except CkptrainError as error:
         return {**report, "error": failure_of(error).report()["error"]}
-    return {**report, "plan": start.plan.to_dict()}
+    return {**report, "plan": all_as_given(start.plan.to_dict())}
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -14,6 +14,7 @@ import click
 import orjson
 
 from ckptrain import api
+from ckptrain.checkpoint.working_copy import all_as_given, as_given
 from ckptrain.cli.error_log import keep_logs_in
 from ckptrain.cli.launch import launch
 from ckptrain.cli.launched import is_launched
@@ -119,7 +120,7 @@ def _train_here(config: RunConfig, run_dir: Path, num_processes: int, *, quiet: 
     stay_stopped(result, os.environ)
     report = result_report(result, config.train.steps)
     # The run directory as it was given is what people recognise and can type.
-    report["run_dir"] = str(run_dir)
+    report["run_dir"] = as_given(run_dir)
     return Answer(
         report=report,
         show=functools.partial(show_end, report, num_processes),
@@ -129,7 +130,7 @@ def _train_here(config: RunConfig, run_dir: Path, num_processes: int, *, quiet: 
 
 def result_report(result: RunResult, steps: int) -> dict[str, Any]:
     """Return how a run ended, in JSON's types."""
-    return {
+    report = {
         "status": result.status,
         "run_dir": str(result.run_dir),
         "plan": result.plan.to_dict(),
@@ -142,3 +143,4 @@ def result_report(result: RunResult, steps: int) -> dict[str, Any]:
         "samples": [attrs.asdict(sample) for sample in result.samples],
         "stop_reason": result.stop_reason,
     }
+    return all_as_given(report)

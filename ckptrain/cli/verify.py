@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptrain.checkpoint.contents import stored_bytes
-from ckptrain.checkpoint.integrity import verify_files
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.manifest import MANIFEST_NAME
-from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.resolve import resolve_checkpoint
-from ckptrain.checkpoint.store import CHECKPOINTS, CheckpointStore, DamagedCheckpoint
+from ckptrain.checkpoint.store import CHECKPOINTS, CheckpointStore, DamagedCheckpoint, step_of
+from ckptrain.checkpoint.working_copy import as_given, look_directory, run_of, store_url
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import facts
 from ckptrain.cli.wording import bytes_text, plural
@@ -40,19 +41,18 @@ def verify_answer(path: Path) -> Answer:
 
 def _reports(path: Path) -> Iterator[dict[str, Any]]:
     """Report on all checkpoints of a run, damaged ones included, or on the one that the path names."""
-    is_run = (path / CHECKPOINTS).is_dir() and not (path / MANIFEST_NAME).exists()
-    found = CheckpointStore(path).scan() if is_run else []
-    for checkpoint in found or [resolve_checkpoint(path)]:
-        report = {"path": str(checkpoint.path), "step": checkpoint.step}
+    store, found, is_run = _found(path)
+    for checkpoint in found:
+        report = {"path": as_given(checkpoint.path), "step": checkpoint.step}
         if isinstance(checkpoint, DamagedCheckpoint):
             yield {**report, "files": None, "num_bytes": None, "problems": list(checkpoint.problems)}
             continue
         manifest = checkpoint.manifest
         try:
-            with reading(checkpoint):
-                problems = verify_files(checkpoint)
+            with store.reading(checkpoint):
+                problems = store.problems(checkpoint)
         except CheckpointNotFound:
-            if not found:
+            if not is_run:
                 raise
             continue  # the run, which is at work, has pruned it since it was listed
         yield {
@@ -61,6 +61,21 @@ def _reports(path: Path) -> Iterator[dict[str, Any]]:
             "num_bytes": stored_bytes(manifest),
             "problems": problems,
         }
+
+
+def _found(path: Path) -> tuple[CheckpointStore, list[CommittedCheckpoint | DamagedCheckpoint], bool]:
+    """Return where the path is, what it means there, and whether that is a whole run."""
+    if (run_dir := run_of(path)) is not None and (url := store_url(run_dir)) is not None:
+        store = store_of(look_directory(url.url))
+        found = store.scan()
+        if path in (run_dir, run_dir / CHECKPOINTS) and found:
+            return store, found, True
+        named = [checkpoint for checkpoint in found if checkpoint.step == step_of(path.name)]
+        return store, named or [resolve_checkpoint(path)], False
+    is_run = (path / CHECKPOINTS).is_dir() and not (path / MANIFEST_NAME).exists()
+    store = CheckpointStore(path)
+    found = store.scan() if is_run else []
+    return store, found or [resolve_checkpoint(path)], bool(found)
 
 
 def _show(reports: list[dict[str, Any]], console: Console) -> None:

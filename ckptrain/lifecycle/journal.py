@@ -83,11 +83,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     confirmed to anyone, so it is passed over.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        return parse_lines(path.read_bytes())
     except FileNotFoundError:
         return []
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """Return the objects of lines of JSON; one that is torn is passed over."""
     entries = []
-    for line in lines:
+    for line in data.split(b"\n"):
         try:
             entry = orjson.loads(line)
         except orjson.JSONDecodeError:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import attrs
 
-from ckptrain.checkpoint.lock import PACE, Claim, Pace, hold
-from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
+from ckptrain.checkpoint.lock import Claim, Pace, hold
+from ckptrain.checkpoint.remote_store import store_of
+from ckptrain.checkpoint.store import JOURNAL
+from ckptrain.checkpoint.working_copy import as_given, bring, publish, store_url
 from ckptrain.config.load import dump_config
 from ckptrain.config.schema import RestoreConfig
 from ckptrain.errors import CkptrainError, ConfigError
@@ -25,12 +27,14 @@ _LATE_S = 10.0
 
 
 @contextmanager
-def claimed(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] = lambda _: None) -> Iterator[Claim]:
+def claimed(
+    run_dir: Path, *, pace: Pace | None = None, tell: Callable[[str], object] = lambda _: None
+) -> Iterator[Claim]:
     """Hold a run directory for this process; it is free again when the process dies, however it dies.
 
     Args:
         run_dir: the run directory, which need not exist.
-        pace: of the signs of life that this run gives.
+        pace: of the signs of life that this run gives, where it is not the usual one.
         tell: is told what is waited for, where a start cannot know at once whether the directory is free.
 
     Raises:
@@ -41,6 +45,7 @@ def claimed(run_dir: Path, *, pace: Pace = PACE, tell: Callable[[str], object] =
         with _usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             claim = stack.enter_context(hold(run_dir, pace=pace, tell=tell))
+        bring(run_dir)
         yield claim
 
 
@@ -77,11 +82,13 @@ def prepare(survey: Survey, start: Start, run_dir: Path) -> None:
     Raises:
         CkptrainError: the directory cannot be written.
     """
-    store, journal = CheckpointStore(run_dir), Journal(run_dir / JOURNAL)
+    store, journal = store_of(run_dir), Journal(run_dir / JOURNAL)
     with _usable(run_dir):
         for damage in start.damaged:
             moved = store.quarantine(damage.path, damage.problems)
-            journal.record("quarantined", checkpoint=damage.path.name, moved_to=str(moved), problems=damage.problems)
+            journal.record(
+                "quarantined", checkpoint=damage.path.name, moved_to=as_given(moved), problems=damage.problems
+            )
         if left := store.clean_staging():
             journal.record("cleaned", removed=[path.name for path in left])
         # What one start leaves out of a checkpoint is about that start alone: the next takes everything again.
@@ -91,6 +98,17 @@ def prepare(survey: Survey, start: Start, run_dir: Path) -> None:
             replacement = run_dir / f".{RUN_CONFIG}.new"
             replacement.write_text(text)
             replacement.replace(target)
+
+
+def make_known(run_dir: Path, claim: Claim, tell: Callable[[str], object]) -> None:
+    """Put what a run has written down into its object store, where it lives in one and is still its own."""
+    if store_url(run_dir) is None:
+        return
+    try:
+        claim.check()
+        publish(run_dir)
+    except (OSError, CkptrainError) as error:
+        tell(f"the journal and the metrics were not put into the store; they are in {run_dir}: {error}")
 
 
 @contextmanager

@@ -12,8 +12,9 @@ import attrs
 import orjson
 
 from ckptrain.checkpoint.lock import holder
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.retention import Retention, judge
-from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.checkpoint.working_copy import all_as_given
 from ckptrain.config.schema import CheckpointConfig
 from ckptrain.errors import EXIT_DONE, EXIT_STOPPED_EARLY, CkptrainError
 from ckptrain.lifecycle.start_plan import StartPlan
@@ -57,7 +58,7 @@ def write_result(result: RunResult, options: CheckpointConfig, export: Path | No
         found = _read(result.run_dir)
         if found.get("exit_status") == EXIT_DONE and found.get("step") == result.step and export is None:
             return
-    kept = CheckpointStore(result.run_dir).committed()
+    kept = store_of(result.run_dir).committed()
     last = max(kept, key=lambda checkpoint: checkpoint.step, default=None)
     metrics = last.manifest.metrics if last is not None and last.step == result.step else {}
     retention = attrs.evolve(Retention.of(options), keep_best=1)
@@ -108,7 +109,7 @@ def _is_free(run_dir: Path) -> bool:
 
 def write_failure(run_dir: Path, step: int | None, plan: str | None, error: BaseException) -> None:
     """Write RUN/result.json for a run that failed; a disk that cannot take it leaves the error as it was."""
-    kept = CheckpointStore(run_dir).committed()
+    kept = store_of(run_dir).committed()
     _write(
         run_dir,
         {
@@ -139,7 +140,7 @@ def _read(run_dir: Path) -> dict[str, Any]:
 def _write(run_dir: Path, content: dict[str, Any]) -> None:
     replacement = run_dir / f".{RESULT}.new"
     with replacement.open("wb") as file:
-        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(orjson.dumps(all_as_given(content), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
         file.flush()
         os.fsync(file.fileno())
     replacement.replace(run_dir / RESULT)

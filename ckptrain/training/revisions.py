@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.store import CheckpointStore
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.config.schema import DataConfig, SourceConfig
 from ckptrain.config.values import BadValueError, convert
 from ckptrain.data.fingerprint import sources_fingerprint
@@ -27,7 +27,7 @@ def identify_data(data: DataConfig, run_dir: Path | None) -> tuple[DataConfig, D
         ConfigError: a source is not there.
         DataError: a file cannot be read.
     """
-    newest = None if run_dir is None else CheckpointStore(run_dir).newest()
+    newest = None if run_dir is None else store_of(run_dir).newest()
     saved = {} if newest is None else newest.manifest.config
     train, fingerprint = _identified(_as_saved(data.train, saved.get("data.train")), "train")
     if data.validation is None:

@@ -14,9 +14,9 @@ import attrs
 from ckptrain.checkpoint.dcp_metadata import ADAPTER_DIRECTORY, OPTIMIZER_DIRECTORY
 from ckptrain.checkpoint.manifest import FileDigest, Manifest, TensorEntry
 from ckptrain.checkpoint.ranks import gather_to_all
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.retention import Retention
 from ckptrain.checkpoint.sharded import StoredTensor
-from ckptrain.checkpoint.store import CheckpointStore
 from ckptrain.checkpoint.writer import CheckpointWriter, Content, Outcome
 from ckptrain.config.load import flatten
 from ckptrain.lifecycle.facts import LoraSpec
@@ -74,7 +74,7 @@ class Saver:
         self._adapters = HostCopy(setup.store.adapters())
         self._optimizer = HostCopy(setup.store.optimizer(setup.optimizer))
         self._writer = CheckpointWriter(
-            CheckpointStore(run_dir),
+            store_of(run_dir),
             Retention.of(options),
             asynchronous=options.asynchronous,
             may_commit=may_commit,

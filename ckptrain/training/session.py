@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from ckptrain.checkpoint.ranks import broadcast_from_rank0, on_rank0, rank
+from ckptrain.checkpoint.working_copy import all_as_given
 from ckptrain.config.load import flatten
 from ckptrain.convert.live import LiveSource, whole_tensors
 from ckptrain.data.prefetch import Prefetcher
@@ -117,7 +118,7 @@ class Session:
         self.callbacks.open()
         self.journal.record(
             "plan",
-            **plan.to_dict(),
+            **all_as_given(plan.to_dict()),
             run_id=self.run_id,
             world_size=self.survey.layout.world_size,
             host=socket.gethostname(),
@@ -125,7 +126,7 @@ class Session:
         )
         # run.yaml has what was asked last: what changed from start to start is known from here.
         self.journal.record("config", values=flatten(self.config))
-        self.told.on_plan(plan.to_dict(), start_facts(self.survey, self.run_dir))
+        self.told.on_plan(all_as_given(plan.to_dict()), all_as_given(start_facts(self.survey, self.run_dir)))
         self.lifecycle.advance(Phase.PLANNED, plan=plan.kind)
         self._tell("on_plan")
         if isinstance(plan, AlreadyDone):

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.integrity import CommittedCheckpoint, verify_files
+from ckptrain.checkpoint.integrity import CommittedCheckpoint
+from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import config_problems, unproven
@@ -116,7 +117,7 @@ def lora_at_start(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     Raises:
         CkptrainError: `model.adapter` is nothing that can be read.
     """
-    newest = CheckpointStore(run_dir).newest()
+    newest = store_of(run_dir).newest()
     if newest is not None:
         settings = newest.manifest.lora.settings
     elif config.model.adapter is not None:
@@ -132,7 +133,7 @@ def _with_kind(config: RunConfig, shape: ModelShape, run_dir: Path | None) -> tu
     """Return the configuration with what `lora.kind: auto` means in it, and why; any other kind is what it says."""
     if config.lora.kind != "auto":
         return config, ()
-    newest = None if run_dir is None else CheckpointStore(run_dir).newest()
+    newest = None if run_dir is None else store_of(run_dir).newest()
     notes: tuple[str, ...] = ()
     origin = LoraConfig(kind="lora")
     if newest is not None:
@@ -157,7 +158,8 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
         CheckpointDamaged: `checkpoint.on_damaged` is refuse and something is damaged, or the adapter's source is.
     """
     config = survey.config
-    newest, damaged = _newest_whole(CheckpointStore(run_dir), read_contents=read_contents)
+    store = store_of(run_dir)
+    newest, damaged = _newest_whole(store, read_contents=read_contents)
     source = None
     if newest is None and config.model.adapter is not None:
         source = open_source(Path(config.model.adapter), shape=survey.shape, kind=config.lora.kind)
@@ -189,7 +191,7 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
         *plan.notes,
     ]
     if not isinstance(plan, AlreadyDone):
-        notes += _space_notes(survey, run_dir)
+        notes += _space_notes(survey, run_dir) if store.on_disk else []
         if others := untested():
             notes.append(untested_text(others))
     return Start(
@@ -231,7 +233,7 @@ def _newest_whole(
     damaged = [checkpoint for checkpoint in found if isinstance(checkpoint, DamagedCheckpoint)]
     whole = [checkpoint for checkpoint in found if isinstance(checkpoint, CommittedCheckpoint)]
     for checkpoint in reversed(whole):
-        problems = verify_files(checkpoint) if read_contents else []
+        problems = store.problems(checkpoint) if read_contents else []
         if not problems:
             return checkpoint, tuple(damaged)
         damaged.append(DamagedCheckpoint(path=checkpoint.path, step=checkpoint.step, problems=tuple(problems)))

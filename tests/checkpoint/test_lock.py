@@ -33,6 +33,7 @@ from support.holders import (
 
 from ckptrain.checkpoint import lock
 from ckptrain.checkpoint.lock import Pace, hold, holder
+from ckptrain.checkpoint.lock_records import FileRecords
 from ckptrain.errors import ClaimLost, SaveFailed, StartRefused
 
 
@@ -206,7 +207,7 @@ def test_a_directory_that_is_listed_as_it_was_before_hides_no_holder(
     """NFS remembers names for a while, and knows better when a file is to be made."""
     start(tmp_path)
     run = Run(tmp_path)
-    monkeypatch.setattr(lock, "_numbers", lambda _run_dir: [1])
+    monkeypatch.setattr(FileRecords, "numbers", lambda _records: [1])
     message, _ = refusal(tmp_path, SHORT)
     assert f"process {run.pid} on" in message
     run.end()
@@ -313,10 +314,15 @@ def test_a_run_that_could_not_say_that_it_ended_blocks_no_other_process_where_th
     run.end()
 
 
+def full_disk(*_: object) -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def end_without_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold a directory for a moment, and fail to say that it is over."""
     with monkeypatch.context() as patched, hold(run_dir, pace=SHORT):
-        patched.setattr(lock, "_rewrite", refuse_flock(errno.ENOSPC))
+        patched.setattr(FileRecords, "rewrite", full_disk)
 
 
 def test_a_disk_without_room_for_a_record_refuses_the_start_and_keeps_no_half_of_one(tmp_path: Path) -> None:

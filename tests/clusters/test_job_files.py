@@ -50,7 +50,7 @@ def test_a_job_starts_a_run_that_can_be_started(name: str) -> None:
     """Its words are read by the command line itself, and its config is there."""
     program = next(number for number, word in enumerate(words(name)) if word in ("ckptrain", "ckptrain.cli"))
     params = started(words(name)[program + 1 :])
-    assert str(params["run_dir"]).startswith("/runs/")
+    assert str(params["run_dir"]).startswith("$RUNS/" if name == "skypilot.yaml" else "/runs/")
     if name != "kubernetes_nodes.yaml":  # torchrun starts the processes there
         assert params["num_processes"] == 8
 
@@ -99,3 +99,4 @@ def test_skypilot_recovers_a_run_that_stopped_early() -> None:
     [task] = documents("skypilot.yaml")
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [errors.EXIT_STOPPED_EARLY]}
     assert task["run"].startswith("exec "), "so that the signals reach it"
+    assert task["envs"]["RUNS"].startswith("s3://")

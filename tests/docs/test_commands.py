@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from support.documents import Block, Command, blocks, commands, inline_code, pages, words_of
+from support.documents import Block, Command, blocks, commands, inline_code, pages, read, words_of
 from support.sandbox import MOST_PROCESSES, PROCESSES, SHELL, STATUSES, Ended, Sandbox
 
 from ckptrain.cli.main import cli
@@ -93,9 +93,13 @@ def planned(command: Command, sandbox: Sandbox) -> Ended | None:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_the_commands_of_a_page_do_what_it_says(page: str, checkout: Sandbox, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_do_what_it_says(
+    page: str, checkout: Sandbox, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """In their order, in a directory in which the quickstart has run, unless the page begins with that."""
     found = commands_of(page)
+    if "s3://" in read(page):
+        request.getfixturevalue("object_store")
     sandbox = checkout.copy(tmp_path / "ckptrain", with_runs=page not in WITHOUT_RUNS)
     for command in found:
         if isinstance(command, Block):

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptrain import api
+from ckptrain.checkpoint.working_copy import store_url, to_look_at
 from ckptrain.cli.outcome import Answer
 from ckptrain.cli.page import facts
 from ckptrain.cli.report.page import page_of
@@ -46,7 +47,8 @@ def report_answer(run_dirs: Sequence[Path], out: Path | None, png: Path | None) 
 
         need_matplotlib()
     runs = [_read(run_dir) for run_dir in run_dirs]
-    target = out or (run_dirs[0] / PAGE if len(run_dirs) == 1 else Path(PAGE))
+    is_here = len(run_dirs) == 1 and store_url(run_dirs[0]) is None
+    target = out or (run_dirs[0] / PAGE if is_here else Path(PAGE))
     page = page_of(runs).encode("utf-8", "backslashreplace")
     _write(target, lambda path: path.write_bytes(page))
     if png is not None:
@@ -63,6 +65,7 @@ def report_answer(run_dirs: Sequence[Path], out: Path | None, png: Path | None) 
 
 
 def _read(run_dir: Path) -> ReportedRun:
+    run_dir = to_look_at(run_dir)
     state = status_answer(run_dir).report
     try:
         config: Mapping[str, Any] | None = flatten(api.config_of_run(run_dir, check_inputs=False))

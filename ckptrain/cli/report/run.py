@@ -10,7 +10,9 @@ import attrs
 
 from ckptrain.checkpoint.contents import stored_bytes
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
-from ckptrain.checkpoint.store import JOURNAL, CheckpointStore
+from ckptrain.checkpoint.remote_store import store_of
+from ckptrain.checkpoint.store import JOURNAL
+from ckptrain.checkpoint.working_copy import as_given
 from ckptrain.cli.report.judged import Continuation, Remark, continuations, health
 from ckptrain.cli.report.measured import Measured, read_measured
 from ckptrain.cli.report.story import Start, read_story
@@ -61,7 +63,7 @@ def read_run(run_dir: Path, state: Mapping[str, Any], config: Mapping[str, Any] 
     measured = read_measured(read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "metrics.lost.jsonl"), starts)
     return ReportedRun(
         name=run_dir.absolute().name,
-        run_dir=str(run_dir),
+        run_dir=as_given(run_dir),
         state=state,
         starts=starts,
         measured=measured,
@@ -71,7 +73,7 @@ def read_run(run_dir: Path, state: Mapping[str, Any], config: Mapping[str, Any] 
         config=config or next((start.config for start in reversed(starts) if start.config is not None), {}),
         manifests=[
             _manifest(checkpoint)
-            for checkpoint in CheckpointStore(run_dir).scan()
+            for checkpoint in store_of(run_dir).scan()
             if isinstance(checkpoint, CommittedCheckpoint)
         ],
     )
