@@ -265,7 +265,7 @@ def _create(run_dir: Path, records: Records, number: int, pace: Pace) -> tuple[C
         token=secrets.token_hex(16),
         pid=os.getpid(),
         host=socket.gethostname(),
-        pid_space=_pid_space(),
+        pid_space=pid_space(),
         born=born,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         beat_s=pace.beat_s,
@@ -318,7 +318,7 @@ def _newest(records: Records, at_least: int = 0) -> _Sight:
 
 def _is_alive(record: _Record) -> bool | None:
     """Tell whether a record's process is alive; None where this process cannot see it."""
-    if not record.pid_space or record.pid_space != _pid_space():
+    if not record.pid_space or record.pid_space != pid_space():
         return None
     try:
         os.kill(record.pid, 0)
@@ -342,7 +342,7 @@ def _process(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-def _pid_space() -> str:
+def pid_space() -> str:
     """Return where this process's number means this process, or nothing where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

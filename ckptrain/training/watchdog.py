@@ -27,6 +27,7 @@ import attrs
 import orjson
 import torch.distributed as dist
 
+from ckptrain.checkpoint.lock import pid_space
 from ckptrain.checkpoint.ranks import gather_to_all, rank, world_size
 from ckptrain.errors import EXIT_FAILURE, CkptrainError, RankLost
 from ckptrain.megatron.world import connect_to_store
@@ -46,6 +47,8 @@ class Sign:
 
     rank: int
     host: str
+    pid_space: str
+    """Where `pid` means this process: containers on one host may have one name, and each a process of that number."""
     pid: int
     beat: int
     """Differs from one sign to the next."""
@@ -223,6 +226,7 @@ class Watchdog:
             sign = Sign(
                 rank=self._rank,
                 host=socket.gethostname(),
+                pid_space=pid_space(),
                 pid=os.getpid(),
                 beat=self._beats if self._error is None else 0,  # the last one
                 doing=self._changed[0],
@@ -282,8 +286,8 @@ def _shown(frame: FrameType) -> str:
 
 
 def _is_gone(sign: Sign) -> bool:
-    """Tell whether a process is known to be gone, because it was on this host."""
-    if sign.host != socket.gethostname():
+    """Tell whether a process is known to be gone, because it would be seen from here."""
+    if not sign.pid_space or sign.pid_space != pid_space():
         return False
     try:
         os.kill(sign.pid, 0)

@@ -139,7 +139,7 @@ def test_a_silent_run_on_another_host_is_watched_before_it_is_succeeded(bucket: 
     def hold_and_die() -> None:
         from ckptrain.checkpoint import lock
 
-        lock._pid_space = lambda: "another host"
+        lock.pid_space = lambda: "another host"
         with claimed(local_path(url), pace=SHORT):
             os._exit(1)
 

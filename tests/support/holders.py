@@ -32,7 +32,7 @@ def on_host(name: str) -> Callable[[], None]:
 
     def move() -> None:
         socket.gethostname = lambda: name
-        lock._pid_space = lambda: name
+        lock.pid_space = lambda: name
 
     return move
 
