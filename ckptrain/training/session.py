@@ -78,7 +78,7 @@ class Session:
         self.exported: Path | None = None
         self._step_of_save = -1
         self._is_running = False
-        watchdog.follow(lambda: self.activity, self.failed)
+        watchdog.follow(lambda: self.activity, self.failed, lambda: self.lifecycle.ended)
         self._stop_reason: str | None = None
         self._error: BaseException | None = None
         self._result: RunResult | None = None

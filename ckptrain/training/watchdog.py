@@ -36,6 +36,8 @@ _BEAT_S = 5.0
 """Between two signs; a sixth of the time-out where that is shorter."""
 _GRACE_BEATS = 6
 """For which a process that has failed leaves the others to end by themselves."""
+_SUSPENDED_BEATS = 3
+"""Without a sign, after which a process is named as silent where a step does not end: its step began before that."""
 _LAST_WORDS_S = 5.0
 """For what is written down of a verdict: a disk that hangs must not keep the process from its end."""
 _VERDICT = "verdict"
@@ -77,6 +79,7 @@ class Watchdog:
         self._beat_s = min(_BEAT_S, timeout_s / 6)
         self._where: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
         self._on_verdict: Callable[[RankLost], object] = lambda _: None
+        self._is_over: Callable[[], bool] = lambda: False
         self._main = threading.get_ident()
         self._error: str | None = None
         self._beats = 0
@@ -105,9 +108,17 @@ class Watchdog:
             if thread.ident:
                 thread.join(2 * self._beat_s)
 
-    def follow(self, where: Callable[[], tuple[str, bool]], on_verdict: Callable[[RankLost], object]) -> None:
-        """Say from now on what `where` returns, and whether that is a step; tell `on_verdict` of the end of the run."""
-        self._where, self._on_verdict = where, on_verdict
+    def follow(
+        self,
+        where: Callable[[], tuple[str, bool]],
+        on_verdict: Callable[[RankLost], object],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Say from now on what `where` returns, and whether that is a step; tell `on_verdict` of the end of the run.
+
+        Where the run `is_over` nobody is waited for: the others may leave, while a program has more to do on one rank.
+        """
+        self._where, self._on_verdict, self._is_over = where, on_verdict, is_over
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -165,13 +176,14 @@ class Watchdog:
                     return
                 verdict = self._store_is_gone()
             self._looked_at = time.monotonic()
-            if verdict is not None and not self._ended.is_set():
+            if verdict is not None and not self._ended.is_set() and not self._is_over():
                 self._end(verdict)
 
     def _guard(self) -> None:
         """See that `_watch` does not wait for a store whose process is suspended: it would, for as long as that is."""
         while not self._ended.wait(self._beat_s):
-            if time.monotonic() - self._looked_at > self._timeout_s + _GRACE_BEATS * self._beat_s:
+            silent_s = time.monotonic() - self._looked_at
+            if silent_s > self._timeout_s + _GRACE_BEATS * self._beat_s and not self._is_over():
                 self._end(self._store_is_gone())
 
     def _look(self) -> str | None:
@@ -188,12 +200,14 @@ class Watchdog:
             signs.append(_parsed(data))
         silent_s = {sign.rank: now - self._heard[sign.rank][1] for sign in signs}
         verdict = self._verdict(signs, silent_s)
-        if verdict is not None and self._rank == 0:
+        if verdict is not None and self._rank == 0 and not self._is_over():
             self._store.set(_VERDICT, verdict)
         return verdict
 
     def _verdict(self, signs: Sequence[Sign], silent_s: dict[int, float]) -> str | None:
-        silent = [sign for sign in signs if silent_s[sign.rank] > self._timeout_s]
+        stuck = [sign for sign in signs if sign.is_step and sign.for_s > self._timeout_s] if self._rank == 0 else []
+        limit_s = _SUSPENDED_BEATS * self._beat_s if stuck else self._timeout_s
+        silent = [sign for sign in signs if silent_s[sign.rank] > limit_s and sign.error is None]
         if silent:
             return "; ".join(
                 f"{sign.who()} {'is gone' if _is_gone(sign) else 'has said nothing'} for {silent_s[sign.rank]:.0f} s;"
@@ -203,8 +217,7 @@ class Watchdog:
         failed = [sign for sign in signs if sign.error and silent_s[sign.rank] > _GRACE_BEATS * self._beat_s]
         if failed:
             return f"{failed[0].who()} has failed while {failed[0].doing}: {failed[0].error}"
-        stuck = [sign for sign in signs if sign.is_step and sign.for_s > self._timeout_s]
-        return _stuck(stuck, signs) if stuck and self._rank == 0 else None
+        return _stuck(stuck, signs) if stuck else None
 
     def _end(self, verdict: str) -> None:
         """End this process, whatever its main thread waits for."""

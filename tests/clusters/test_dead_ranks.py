@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -40,7 +41,8 @@ def in_step(act: Callable[[], Any], victim: int) -> None:
 
 
 def stop_itself() -> None:
-    """Be suspended, as by a debugger or a host that has no memory left."""
+    """Be suspended, as by a debugger or a host that has no memory left, when it has said that it makes the step."""
+    time.sleep(TIMEOUT_S / 3)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -162,6 +164,26 @@ def test_what_takes_long_is_waited_for_where_all_are_alive(
             return str(trainer.run().status)
 
     assert launch(2, on_rank) == ["finished"] * 2
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_run_that_is_over_is_not_ended_by_who_has_left(last: int, tiny_config: Make, tmp_path: Path) -> None:
+    """A program has more to do on one rank, for longer than the time-out, while the other is at its end."""
+
+    def on_rank() -> None:
+        with ckptrain.Trainer(tiny_config(SHORT, "train.steps=4"), run_dir=tmp_path) as trainer:
+            trainer.run()
+            if os.environ["RANK"] == str(last):
+                time.sleep(3 * TIMEOUT_S)
+
+    ended = Ranks(2, on_rank)
+    for process in ended.processes:
+        process.join(60)
+    codes = [process.exitcode for process in ended.processes]
+    ended.kill()
+    assert codes == [0, 0]
+    assert journal(tmp_path, "error") == []
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
 
 
 def test_one_process_is_not_watched(tiny_config: Make, tmp_path: Path) -> None:
