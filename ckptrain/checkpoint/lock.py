@@ -28,7 +28,7 @@ import attrs
 import orjson
 from filelock import FileLock, Timeout
 
-from ckptrain.checkpoint import strict_json
+from ckptrain.checkpoint import processes, strict_json
 from ckptrain.checkpoint.lock_records import LOCK, Records, records_of
 from ckptrain.errors import ClaimLost, SaveFailed, StartRefused
 
@@ -260,13 +260,12 @@ def _watch(run_dir: Path, records: Records, newest: _Sight, pace: Pace, tell: Ca
 
 def _create(run_dir: Path, records: Records, number: int, pace: Pace) -> tuple[Claim, _Record] | None:
     """Write the record of this process under a number; None if another run has taken it."""
-    _, born = _process(os.getpid()) or ("", 0)
     record = _Record(
         token=secrets.token_hex(16),
         pid=os.getpid(),
         host=socket.gethostname(),
-        pid_space=pid_space(),
-        born=born,
+        pid_space=processes.pid_space(),
+        born=processes.born(os.getpid()),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         beat_s=pace.beat_s,
         held_s=0.0,
@@ -318,37 +317,7 @@ def _newest(records: Records, at_least: int = 0) -> _Sight:
 
 def _is_alive(record: _Record) -> bool | None:
     """Tell whether a record's process is alive; None where this process cannot see it."""
-    if not record.pid_space or record.pid_space != pid_space():
-        return None
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is there, and somebody else's
-    process = _process(record.pid)
-    if process is None:
-        return None
-    state, born = process
-    return born == record.born and state not in "ZX"
-
-
-def _process(pid: int) -> tuple[str, int] | None:
-    """Return a process's state letter and when it began, in ticks since boot; None where that cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[19])
-
-
-def pid_space() -> str:
-    """Return where this process's number means this process, or nothing where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""
+    return processes.is_alive(record.pid, record.pid_space, record.born)
 
 
 def _refusal(run_dir: Path, record: _Record | None) -> StartRefused:

@@ -1,6 +1,6 @@
 """The checkpoints of a run in an object store: committed by their manifest, which is written last and only once.
 
-There is no rename there. A save writes below checkpoints/step-N/data-XXXXXXXX, a name that no other has, so nobody
+There is no rename there. A save writes below checkpoints/step-N/data-1f2e3d4c, a name that no other has, so nobody
 can change what another has committed; the manifest beside it, which names that part, makes it a checkpoint. It is
 created only where there is none. What no manifest names is what an unfinished save has left. To remove one, the
 manifest goes first.

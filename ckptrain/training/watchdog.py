@@ -27,7 +27,7 @@ import attrs
 import orjson
 import torch.distributed as dist
 
-from ckptrain.checkpoint.lock import pid_space
+from ckptrain.checkpoint.processes import born, is_alive, pid_space
 from ckptrain.checkpoint.ranks import gather_to_all, rank, world_size
 from ckptrain.errors import EXIT_FAILURE, CkptrainError, RankLost
 from ckptrain.megatron.world import connect_to_store
@@ -52,6 +52,8 @@ class Sign:
     pid_space: str
     """Where `pid` means this process: containers on one host may have one name, and each a process of that number."""
     pid: int
+    born: int
+    """When it began: its number is given to another in time."""
     beat: int
     """Differs from one sign to the next."""
     doing: str
@@ -80,7 +82,7 @@ class Watchdog:
         self._where: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
         self._on_verdict: Callable[[RankLost], object] = lambda _: None
         self._is_over: Callable[[], bool] = lambda: False
-        self._main = threading.get_ident()
+        self._main, self._born = threading.get_ident(), born(os.getpid())
         self._error: str | None = None
         self._beats = 0
         self._changed: tuple[str, float] = ("", time.monotonic())
@@ -241,6 +243,7 @@ class Watchdog:
                 host=socket.gethostname(),
                 pid_space=pid_space(),
                 pid=os.getpid(),
+                born=self._born,
                 beat=self._beats if self._error is None else 0,  # the last one
                 doing=self._changed[0],
                 is_step=is_step,
@@ -300,16 +303,7 @@ def _shown(frame: FrameType) -> str:
 
 def _is_gone(sign: Sign) -> bool:
     """Tell whether a process is known to be gone, because it would be seen from here."""
-    if not sign.pid_space or sign.pid_space != pid_space():
-        return False
-    try:
-        os.kill(sign.pid, 0)
-        stat = Path(f"/proc/{sign.pid}/stat").read_text()
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "ZX"
+    return is_alive(sign.pid, sign.pid_space, sign.born) is False
 
 
 def _is_of_connection(error: Exception) -> bool:

@@ -34,6 +34,7 @@ from support.holders import (
 from ckptrain.checkpoint import lock
 from ckptrain.checkpoint.lock import Pace, hold, holder
 from ckptrain.checkpoint.lock_records import FileRecords
+from ckptrain.checkpoint.processes import pid_space
 from ckptrain.errors import ClaimLost, SaveFailed, StartRefused
 
 
@@ -92,7 +93,7 @@ def test_starts_follow_one_another(tmp_path: Path) -> None:
 def test_the_number_of_a_dead_process_that_another_has_now_is_no_holder(tmp_path: Path) -> None:
     """It is alive, and began at another time than the record says."""
     pid = os.getppid()
-    leave_record(tmp_path, pid=pid, pid_space=lock.pid_space())
+    leave_record(tmp_path, pid=pid, pid_space=pid_space())
     assert start(tmp_path, Pace()) == []
 
 
@@ -162,7 +163,7 @@ def test_of_two_that_follow_a_dead_one_exactly_one_does(tmp_path: Path, monkeypa
     for number in range(50):
         run_dir = tmp_path / str(number)
         run_dir.mkdir()
-        leave_record(run_dir, pid_space=lock.pid_space())
+        leave_record(run_dir, pid_space=pid_space())
         assert sorted(outcomes(run_dir, [here, here])) == ["held", "refused"]
 
 

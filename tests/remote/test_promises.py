@@ -137,9 +137,9 @@ def test_a_silent_run_on_another_host_is_watched_before_it_is_succeeded(bucket: 
     told: list[str] = []
 
     def hold_and_die() -> None:
-        from ckptrain.checkpoint import lock
+        from ckptrain.checkpoint import processes
 
-        lock.pid_space = lambda: "another host"
+        processes.pid_space = lambda: "another host"
         with claimed(local_path(url), pace=SHORT):
             os._exit(1)
 

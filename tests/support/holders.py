@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptrain.checkpoint import lock
+from ckptrain.checkpoint import lock, processes
 from ckptrain.checkpoint.lock import Claim, Pace, hold
 from ckptrain.errors import ClaimLost, SaveFailed, StartRefused
 
@@ -32,7 +32,7 @@ def on_host(name: str) -> Callable[[], None]:
 
     def move() -> None:
         socket.gethostname = lambda: name
-        lock.pid_space = lambda: name
+        processes.pid_space = lambda: name
 
     return move
 
