@@ -18,6 +18,9 @@ from ckptrain.lifecycle.facts import CheckpointFacts
 
 _LARGEST_MANIFEST = 256 * 1024 * 1024
 """Ours have some 200 bytes for each tensor and file; a larger one is not read into memory to be refused."""
+_PIECE_BYTES = 4 * 1024 * 1024
+"""Read and hashed at a time. Each time the interpreter's lock is wanted back from a thread that trains; with the pieces
+of `hashlib.file_digest`, a sixteenth of that, both lose by it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -82,8 +85,11 @@ def hash_file(path: Path) -> FileDigest:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        piece = memoryview(bytearray(max(1, min(_PIECE_BYTES, os.fstat(file.fileno()).st_size))))
+        while num_bytes := file.readinto(piece):
+            digest.update(piece[:num_bytes])
         return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 

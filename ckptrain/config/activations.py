@@ -5,13 +5,13 @@ a layer's adapters, values are of the model's type unless float32 is said. Under
 one process has.
 
 A fused layer (`ckptrain.megatron.fused.layer`) keeps for its backward pass, for each token: its input (h), q, k, v (q),
-the attention's output (a) and float32 log-sum-exp (one a head), what comes after the attention (h), gate and up (2 f),
-the products with A (r) and two float32 factors of its norms. A plain one keeps the outputs of both norms (2 h) and of
-the SwiGLU (f) too, because the adapters' A are given them.
+the attention's output (a) and float32 log-sum-exp (one a head), what comes after the attention (h), gate and up (2 f)
+with room for the image of their gradient (r), the products with A (r) and two float32 factors of its norms. A plain one
+keeps the outputs of both norms (2 h) and of the SwiGLU (f) too, because the adapters' A are given them.
 
 For a moment there is more. Fused, that is in the backward pass of the MLP: the gradient given (h), the same beside its
-image (h + r), silu(gate) x up (f), and the gradient of gate and up (2 f + r). Plain, it is in the forward pass of
-linear_fc1: the base's output, the adapter's, and their sum, 2 f each.
+image (h + r), and silu(gate) x up (f); the gradient of gate and up takes their place. Plain, it is in the forward pass
+of linear_fc1: the base's output, the adapter's, and their sum, 2 f each.
 """
 
 from __future__ import annotations
@@ -93,17 +93,18 @@ def layer_memory(
 def _fused(config: RunConfig, layers: AssumedLayers, widths: _Widths, ranks: Ranks, tokens: int) -> LayerMemory:
     value, hidden, ffn = widths.value, widths.hidden, widths.ffn
     rank = {name: padded(ranks, name) for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
-    gate_up = value * 2 * ffn
+    in_8_bits = config.model.fp8 is not None  # adapters are computed beside the weight then, and need no wider matrix
+    image = value * rank["linear_fc1"]  # of the gradient of gate and up, which takes their place
+    gate_up = value * 2 * ffn + (0 if in_8_bits else image)
     whole = value * (2 * hidden + widths.qkv + widths.attended + sum(rank.values())) + gate_up
     whole += _FLOAT32 * (widths.heads + 2)
     whole += 0 if layers.transformer_engine else value * _joined_outputs(widths)
     given = value * hidden
-    up = value * (2 * ffn + rank["linear_fc1"])
-    in_8_bits = config.model.fp8 is not None  # adapters are computed beside the weight then, and need no wider matrix
     down = value * ((0 if in_8_bits else hidden) + rank["linear_fc2"] + ffn)
     recompute = config.train.recompute
-    at_swiglu = tokens * (given + down + up + (gate_up if recompute == "selective" else 0))
-    at_product = tokens * (given + up + value * hidden)
+    beside = given + (gate_up if recompute == "selective" else 0) + (image if in_8_bits else 0)
+    at_swiglu = tokens * (beside + down)
+    at_product = tokens * (beside + value * hidden)
     if in_8_bits:  # the gradient in 8 bits, and the weight turned over
         at_product += tokens * 2 * ffn + 2 * ffn * hidden
     momentary = max(at_swiglu, at_product)
@@ -213,15 +214,14 @@ def angle_bytes(shape: ModelShape, tokens: int) -> int:
 def loss_bytes(shape: ModelShape, layout: Layout, layers: AssumedLayers, *, tokens: int, value: int) -> int:
     """Count the logits of `tokens` learnt tokens, what they are made of, and their gradient, at the loss.
 
-    The last norm's input and output, what of that is learnt, and the gradient of it: 4 h a token. In portions there are
-    two of LOSS_ROWS rows: one is computed while the name still holds the one before. Whole, they are there in float32,
-    as their softmax and as its gradient.
+    The last norm's input and output, what of that is learnt, and the gradient of it: 4 h a token. In portions there is
+    one of LOSS_ROWS rows. Whole, they are there in float32, as their softmax and as its gradient.
     """
     hidden = tokens * shape.hidden_size * value
     vocabulary = shape.vocab_size // layout.tensor
     # A family that caps its logits does more to them than one product.
     if layers.gpu and layout.tensor == 1 and shape.architecture != "Gemma2ForCausalLM":
-        rows = min(tokens, 2 * LOSS_ROWS)
+        rows = min(tokens, LOSS_ROWS)
         return rows * vocabulary * value + 4 * hidden
     in_loss = 3 * _FLOAT32 if layout.tensor == 1 else 2 * value + _FLOAT32
     return tokens * vocabulary * in_loss + 4 * hidden

@@ -52,6 +52,8 @@ class ContextPart:
 
 def padded_length(batch: MicroBatch, num_processes: int) -> int:
     """Return the length of a micro-batch whose sequences are padded for so many context parallel processes."""
+    if num_processes == 1:
+        return int(batch.tokens.numel())
     return int(_padded(batch.cu_seqlens.diff().long(), num_processes).sum())
 
 
@@ -67,6 +69,18 @@ def context_part(batch: MicroBatch, rank: int, num_processes: int, whole_length:
         whole_length: pad the row to so many tokens by one more sequence, if it is shorter: a multiple of
             `_pieces(num_processes)`, for pipeline stages.
     """
+    length = batch.tokens.numel()
+    if num_processes == 1 and whole_length <= length:
+        return ContextPart(
+            tokens=batch.tokens,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            position_ids=batch.position_ids,
+            origin=torch.arange(length),
+            cu_seqlens=batch.cu_seqlens,
+            cu_seqlens_padded=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+        )
     pieces = _pieces(num_processes)
     lengths = batch.cu_seqlens.diff().long()
     padded = _padded(lengths, num_processes)

@@ -193,8 +193,11 @@ def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bo
     return results
 
 
-def _mean_over_world(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
-    """Reduce the last stage's sums over data parallel ranks and tell every stage: (mean loss, learnt tokens)."""
+def _mean_over_world(reports: list[dict[str, Tensor]], beside: Tensor | None = None) -> tuple[float, int, float]:
+    """Reduce the last stage's sums over data parallel ranks and tell every stage: (mean loss, learnt tokens, `beside`).
+
+    `beside` is a number that is read from the device together with them, since each reading waits for it.
+    """
     device = enter_platform().device
     sums = torch.zeros(2, dtype=torch.double, device=device)
     if parallel_state.is_pipeline_last_stage():
@@ -206,8 +209,9 @@ def _mean_over_world(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-    total, count = sums.tolist()
-    return total / max(count, 1.0), int(count)
+    more = sums.new_zeros(1) if beside is None else beside.to(sums.device).reshape(1)
+    total, count, read = torch.cat([sums, more]).tolist()
+    return total / max(count, 1.0), int(count), read
 
 
 def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: OwnLoss | None = None) -> StepResult:
@@ -222,8 +226,8 @@ def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: 
     forward = partial(_forward_for_loss, processor=processor)
     reports = _run_schedule(model, batches, forward_only=False, forward=forward)
     _, grad_norm, _ = optimizer.step()
-    mean, learnt = _mean_over_world(reports)
-    return StepResult(loss=mean, learnt_tokens=learnt, grad_norm=float(grad_norm))
+    mean, learnt, norm = _mean_over_world(reports, torch.as_tensor(grad_norm, dtype=torch.double))
+    return StepResult(loss=mean, learnt_tokens=learnt, grad_norm=norm)
 
 
 @torch.no_grad()
@@ -231,7 +235,8 @@ def evaluate(model: Any, batches: Sequence[MicroBatch]) -> tuple[float, int]:
     """Return (mean loss over learnt tokens, their number) of micro-batches dealt to all ranks, without dropout."""
     model.eval()
     try:
-        return _mean_over_world(_run_schedule(model, batches, forward_only=True, forward=_forward_for_loss))
+        mean, learnt, _ = _mean_over_world(_run_schedule(model, batches, forward_only=True, forward=_forward_for_loss))
+        return mean, learnt
     finally:
         model.train()
 

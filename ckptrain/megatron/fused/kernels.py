@@ -93,17 +93,18 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
     out.copy_(silu(gate) * up)
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor, out: Tensor) -> None:
-    """Write the gradient of `gate_up` into `out`, and silu(gate) * up over `grad`, [tokens, ffn]."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> None:
+    """Write the gradient of `gate_up` over it, and silu(gate) * up over `grad`, [tokens, ffn]."""
     if gate_up.is_cuda:
         from ckptrain.megatron.fused import triton_kernels
 
-        triton_kernels.swiglu_backward(grad, gate_up, out)
+        triton_kernels.swiglu_backward(grad, gate_up)
         return
     gate, up = gate_up.float().chunk(2, dim=-1)
     given, share = grad.float(), gate.sigmoid()
-    out.copy_(torch.cat((given * up * share * (1 + gate * (1 - share)), given * gate * share), dim=-1))
-    grad.copy_(gate * share * up)
+    active = gate * share * up
+    gate_up.copy_(torch.cat((given * up * share * (1 + gate * (1 - share)), given * gate * share), dim=-1))
+    grad.copy_(active)
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ckptrain.megatron.fused.kernels import (
     Heads,
@@ -109,7 +110,7 @@ class _MLP(torch.autograd.Function):
         """Return (gate and up, the norm's factors, h)."""
         side = weight.input(len(x), x)
         scale = norm(x, before.weight, before.eps, side.values)
-        return weight.forward(side), scale, weight.kept_image(side)
+        return weight.forward(side, room=weight.rank), scale, weight.kept_image(side)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,10 +120,10 @@ class _MLP(torch.autograd.Function):
         side = down.around(grad)
         down.backward_image(side)
         active = down.backward(side)  # the gradient of it, and then itself
-        up_side = up.output(len(x), x)
-        swiglu_backward(active, gate_up, up_side.values)
+        swiglu_backward(active, gate_up)
+        increment_version(gate_up)  # it is its own gradient now, and a second backward pass would take it for itself
+        up_side = up.around(gate_up)
         up.backward_image(up_side)
-        del gate_up, kept
         of_down = _gradients(down, side, h_down, active)
         del active, side
         of_up = _gradients_behind_norm(up, up_side, h_up, x, scale, before)

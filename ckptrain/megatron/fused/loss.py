@@ -29,6 +29,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[rows] = cross_entropy(logits, labels[rows], with_gradient=with_gradient)
             if gradient is not None:
                 torch.mm(logits, weight, out=gradient[rows])
+            del logits  # before there are those of the next rows
         if gradient is not None:
             ctx.save_for_backward(gradient)
         return losses

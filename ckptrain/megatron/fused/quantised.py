@@ -41,7 +41,7 @@ class QuantisedWeight(AdaptedWeight):
         # Backwards the scales are in the gradient already.
         self._ones = torch.ones(self.in_features, dtype=torch.float32, device=weight.device)
 
-    def _product(self, side: Side, added: Tensor | None) -> Tensor:
+    def _product(self, side: Side, added: Tensor | None, room: int) -> Tensor:  # noqa: ARG002  # no image beside it
         rounded, scale = quantise(side.values)
         out = quantised_product(rounded, scale, self._weight, self._scale, side.values.dtype)
         if self.rank:

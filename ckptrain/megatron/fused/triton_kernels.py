@@ -75,7 +75,7 @@ def _swiglu(gate_up, out, in_row, out_row, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(grad, gate_up, out, grad_row, in_row, out_row, width, BLOCK: tl.constexpr):
+def _swiglu_backward(grad, gate_up, grad_row, in_row, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -85,9 +85,9 @@ def _swiglu_backward(grad, gate_up, out, grad_row, in_row, out_row, width, BLOCK
     share = tl.sigmoid(gate)
     active = gate * share
     of_gate = given * up * share * (1.0 + gate * (1.0 - share))
-    kind = out.dtype.element_ty
-    tl.store(out + row * out_row + columns, of_gate.to(kind), mask=inside)
-    tl.store(out + row * out_row + width + columns, (given * active).to(kind), mask=inside)
+    kind = gate_up.dtype.element_ty
+    tl.store(gate_up + row * in_row + columns, of_gate.to(kind), mask=inside)
+    tl.store(gate_up + row * in_row + width + columns, (given * active).to(kind), mask=inside)
     tl.store(grad + row * grad_row + columns, (active * up).to(kind), mask=inside)
 
 
@@ -228,12 +228,11 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
     _swiglu[grid](gate_up, out, gate_up.stride(0), out.stride(0), width, BLOCK=_COLUMNS, num_warps=4)
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor, out: Tensor) -> None:
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> None:
     """See `kernels.swiglu_backward`."""
     tokens, width = grad.shape
     grid = (tokens, triton.cdiv(width, _COLUMNS))
-    strides = grad.stride(0), gate_up.stride(0), out.stride(0)
-    _swiglu_backward[grid](grad, gate_up, out, *strides, width, BLOCK=_COLUMNS, num_warps=4)
+    _swiglu_backward[grid](grad, gate_up, grad.stride(0), gate_up.stride(0), width, BLOCK=_COLUMNS, num_warps=4)
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ class Side:
     def around(cls, values: Tensor, rank: int) -> Side:
         """Return one with these values, [tokens, features], in place where they are the left of a matrix with room.
 
-        `norm_backward` leaves such room; others are copied.
+        `norm_backward` and `AdaptedWeight.forward` leave such room; others are copied.
         """
         tokens, features = values.shape
         row, column = values.stride()
@@ -139,13 +139,16 @@ class AdaptedWeight:
         """Return a place for dy and dh."""
         return Side.empty(tokens, self.out_features, self.rank, like)
 
-    def forward(self, side: Side, residual: Tensor | None = None) -> Tensor:
-        """Write h = A x and return [W  s B] [x; h] with the bias or a residual added, [tokens, out_features]."""
+    def forward(self, side: Side, residual: Tensor | None = None, *, room: int = 0) -> Tensor:
+        """Write h = A x and return [W  s B] [x; h] with the bias or a residual added, [tokens, out_features].
+
+        Behind each row there is `room` for more values.
+        """
         if self.rank:
             torch.mm(side.values, self.lora_a.t(), out=side.image)
         if self._size == 1 or self._cut == "column":
-            return self._product(side, self.bias if residual is None else residual)
-        out = self._summed(self._product(side, None))
+            return self._product(side, self.bias if residual is None else residual, room)
+        out = self._summed(self._product(side, None, room))
         return out if residual is None else out.add_(residual)
 
     def kept_image(self, side: Side) -> Tensor:
@@ -153,10 +156,11 @@ class AdaptedWeight:
         h = side.image.clone()
         return self._summed(h) if self._cut == "row" else h
 
-    def _product(self, side: Side, added: Tensor | None) -> Tensor:
+    def _product(self, side: Side, added: Tensor | None, room: int) -> Tensor:
+        out = side.whole.new_empty(len(side.whole), self.out_features + room)[:, : self.out_features]
         if added is None:
-            return side.whole @ self._forwards.t()
-        return torch.addmm(added, side.whole, self._forwards.t())
+            return torch.mm(side.whole, self._forwards.t(), out=out)
+        return torch.addmm(added, side.whole, self._forwards.t(), out=out)
 
     def backward_image(self, side: Side) -> None:
         """Write dh = (s B)^T dy."""
