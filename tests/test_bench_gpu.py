@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import bench_gpu
 import gpu_contestants
 import pytest
@@ -247,6 +248,26 @@ def test_goals_compare_the_best_of_each(ours: float | None, met: bool | None) ->
     if ours is not None:
         rows += [row("ckptrain", "1b", ours, micro_batch=4), row("ckptrain", "1b", 1.0, micro_batch=8)]
     assert next(goals(rows))["met"] is met
+
+
+def test_goals_compare_within_one_visit() -> None:
+    """Machines differ: what was measured again alone is not held against a rival's earlier figure."""
+    first = [row("unsloth", "1b", 100.0), row("ckptrain", "1b", 119.0)]
+    again = row("ckptrain", "1b", 121.0, visit=1)
+    assert next(goals([*first, again]))["met"] is False
+    assert next(goals([*first, again, row("unsloth", "1b", 100.0, visit=1)]))["met"] is True
+    apart = next(goals([first[0], again]))
+    assert apart["found"].endswith("not in one visit")
+
+
+def test_unsloth_has_what_the_benchmark_itself_needs(tmp_path: Path) -> None:
+    """Its process finds the project beside the other site, and lacks nothing but Unsloth, which CI has not."""
+    spec = Spec(contestant="unsloth", model="tiny", base=str(tmp_path), scratch=str(tmp_path))
+    answers, site = tmp_path / "answers.jsonl", tmp_path / "site"
+    script = Path(bench_gpu.__file__).with_name("gpu_contestants.py")
+    command = [sys.executable, str(script), json.dumps(attrs.asdict(spec)), str(answers)]
+    [found] = ask(command, answers, 60, env=bench_gpu.environment_of("unsloth", tmp_path, site), cwd=tmp_path)
+    assert found["message"].splitlines()[-1] == "ModuleNotFoundError: No module named 'unsloth'"
 
 
 def test_a_later_visit_counts_and_errors_of_an_earlier_one_do_not() -> None:

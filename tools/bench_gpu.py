@@ -189,10 +189,10 @@ def environment_of(contestant: str, scratch: Path, unsloth_site: Path | None) ->
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if contestant.startswith("unsloth"):
-        return None if unsloth_site is None else {**os.environ, **quiet, "PYTHONPATH": str(unsloth_site)}
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, **quiet, "PYTHONPATH": path}
+    other = str(unsloth_site) if contestant.startswith("unsloth") else os.environ.get("PYTHONPATH")
+    if contestant.startswith("unsloth") and unsloth_site is None:
+        return None
+    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), other)))}
 
 
 def parser() -> argparse.ArgumentParser:

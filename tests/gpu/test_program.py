@@ -28,12 +28,13 @@ def written_out(logits, labels):
 
 
 for graphs in ("never", "always"):
-    ckptrain.Trainer(
+    with ckptrain.Trainer(
         sys.argv[1],
         [f"train.cuda_graphs={graphs}"],
         run_dir=f"{sys.argv[2]}/{graphs}",
         loss=ckptrain.Loss(written_out, name="written-out"),
-    ).run()
+    ) as trainer:
+        trainer.run()
 """
 
 _ONE_AFTER_ANOTHER = """
@@ -76,8 +77,8 @@ def test_a_loss_of_the_program_is_the_built_in_one_where_it_computes_the_same(tm
 
 
 def test_runs_one_after_another_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Of a model with recorded layers neither; cuBLAS's workspaces stay, which the first run makes."""
+    """With recorded layers or without; the workspaces that cuBLAS has for the stream of a recording stay."""
     config = write_run(tmp_path)
     allocated = json.loads(_program(_ONE_AFTER_ANOTHER, str(config), str(tmp_path)).splitlines()[-1])
     weights = (tmp_path / "llama/model.safetensors").stat().st_size / 2  # bfloat16 of float32
-    assert max(allocated[1:]) - allocated[0] < weights / 4, allocated
+    assert max(allocated[2:]) - allocated[1] < weights / 4, allocated
