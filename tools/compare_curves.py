@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -27,8 +28,8 @@ from typing import Any
 import attrs
 from bench_cpu import MODEL, base_directory
 from compare_curves_adapters import check_dropout, check_inits
-from compare_curves_case import Case, Curve, Difference, Kind, apart, difference, settings_of
-from compare_curves_ours import sample_order, train_ours
+from compare_curves_case import Case, Curve, Difference, Kind, all_apart, apart, difference, settings_of
+from compare_curves_ours import sample_order, training
 from compare_curves_picture import draw
 from compare_curves_settings import TOLERANCE, Row, check_settings
 from forked import launch
@@ -86,16 +87,23 @@ def compare(case: Case, work: Path, num_seeds: int = 1, theirs: Case | None = No
     order = sample_order(case)
     start = work / f"{case.kind}-start"
 
-    curves = apart(case, partial(_train_theirs, case, other, start, order, num_seeds))
-    return Comparison(kind=case.kind, ours=train_ours(case, start, work / f"{case.kind}-run"), theirs=curves)
+    adapters = apart(case, partial(_write_adapters, case, other, start, num_seeds))
+    trainings = [partial(_train_theirs, other, adapter, order) for adapter in adapters]
+    ours, *others = all_apart(case, [training(case, start, work / f"{case.kind}-run"), *trainings])
+    return Comparison(kind=case.kind, ours=ours, theirs=others)
 
 
-def _train_theirs(case: Case, other: Case, start: Path, order: Sequence[int], num_seeds: int) -> list[Curve]:
-    from compare_curves_theirs import train_theirs, write_adapter
+def _write_adapters(case: Case, other: Case, start: Path, num_seeds: int) -> list[Path]:
+    from compare_curves_theirs import write_adapter
 
     write_adapter(case, start, seed=0)
-    adapters = [write_adapter(other, start.with_name(f"{start.name}-{seed}"), seed) for seed in range(num_seeds)]
-    return [train_theirs(other, adapter, order) for adapter in adapters]
+    return [write_adapter(other, start.with_name(f"{start.name}-{seed}"), seed) for seed in range(num_seeds)]
+
+
+def _train_theirs(case: Case, adapter: Path, order: Sequence[int]) -> Curve:
+    from compare_curves_theirs import train_theirs
+
+    return train_theirs(case, adapter, order)
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -193,6 +201,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", default=None, help="with --gpu: as model.pretrained; else the quickstart's")
     parser.add_argument("--seeds", type=int, default=3, help="with --gpu: PEFT's seeds, two at least")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--kinds", nargs="+", choices=NAMES, default=list(NAMES), help="of adapters; else both")
     parser.add_argument("--longest", type=int, default=1024, help="with --gpu: tokens of the longest sample")
     parser.add_argument("--json", type=Path, help="else docs/benchmarks/curves_{cpu,gpu}.json")
     parser.add_argument("--picture", type=Path, help="else docs/pictures/curves_{cpu,gpu}.svg")
@@ -218,8 +227,12 @@ def main(words: Sequence[str] | None = None) -> int:
             else real_case(base, asked.data, asked.validation, asked.steps or 200, asked.longest)
         )
         seeds = 1 if asked.cpu else asked.seeds
-        comparisons = [compare(attrs.evolve(case, kind=kind), work, seeds) for kind in NAMES]
-        print(table(comparisons))
+        comparisons = []
+        for kind in asked.kinds:
+            started = time.monotonic()
+            comparisons.append(compare(attrs.evolve(case, kind=kind), work, seeds))
+            print(f"{NAMES[kind]}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        print(table(comparisons), flush=True)
         if asked.cpu:
             short = attrs.evolve(case, steps=min(case.steps, 8))
             rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -112,13 +112,19 @@ def _apart(ours: list[float], theirs: list[float]) -> list[float]:
 
 def apart[T](case: Case, act: Callable[[], T]) -> T:
     """Do something of a case in a process of its own; what is not forked must be picklable."""
+    [result] = all_apart(case, [act])
+    return result
+
+
+def all_apart[T](case: Case, acts: Sequence[Callable[[], T]]) -> list[T]:
+    """Do several things, each in a process of its own: forks one after the other, others at the same time.
+
+    A small model keeps a GPU busy for a fraction of the time, so several get on as well as one.
+    """
     if case.forks:
-        [result] = launch(1, act, timeout_s=3600)
-    else:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            result = pool.submit(act).result()
-    done: T = result
-    return done
+        return [launch(1, act, timeout_s=3600)[0] for act in acts]
+    with ProcessPoolExecutor(len(acts), mp_context=multiprocessing.get_context("spawn")) as pool:
+        return [doing.result() for doing in [pool.submit(act) for act in acts]]
 
 
 def settings_of(case: Case) -> dict[str, Any]:

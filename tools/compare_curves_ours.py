@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,16 @@ def train_ours(
     case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[str, Any] | None = None, out: Path | None = None
 ) -> Curve:
     """Train in a process of its own; `lora` is what the configuration says besides, `out` gets the adapter for PEFT."""
+    return apart(case, training(case, adapter, run_dir, lora, out))
+
+
+def training(
+    case: Case, adapter: Path | None, run_dir: Path, lora: Mapping[str, Any] | None = None, out: Path | None = None
+) -> Callable[[], Curve]:
+    """Return what trains, for `apart`; as `train_ours`."""
     config = config_of(case, adapter)
     config["lora"] |= lora or {}
-    return apart(case, partial(_run, config, run_dir, out))
+    return partial(_run, config, run_dir, out)
 
 
 def _run(config: dict[str, Any], run_dir: Path, out: Path | None) -> Curve:

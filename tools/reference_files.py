@@ -72,6 +72,7 @@ EVENTS: Mapping[str, str] = {
     "pruned": "Checkpoints that need not be kept were removed.",
     "quarantined": "A damaged checkpoint was moved to `quarantine/`, with its problems.",
     "cleaned": "What saves that were cut short have left was removed.",
+    "straggler": "A process has computed for longer than the others, step after step: which, and the seconds of both.",
     "profile": "Where a trace and a table of the profiled steps are (`train.profile`).",
     "stop_requested": "The run was asked to stop, and by what.",
     "error": "The error that ended it: `kind`, `message`.",

@@ -39,6 +39,19 @@ class StepResult:
     """Mean over the learnt tokens of the global batch: cross-entropy, in nats, or the loss of a program."""
     learnt_tokens: int
     grad_norm: float
+    own_s: tuple[float, ...] = ()
+    """Seconds that each of `megatron.pace.paced_processes` had computed in the step before; 0 where it had not."""
+
+
+@attrs.frozen(kw_only=True)
+class _Sums:
+    """What processes have come to together."""
+
+    mean: float
+    """Of the losses."""
+    learnt: int
+    beside: float
+    own_s: tuple[float, ...]
 
 
 def _cut(batches: Sequence[MicroBatch], *, into_slices: bool) -> list[ContextPart]:
@@ -193,15 +206,18 @@ def _run_schedule(model: Any, batches: Sequence[MicroBatch], *, forward_only: bo
     return results
 
 
-def _mean_over_world(reports: list[dict[str, Tensor]], beside: Tensor | None = None) -> tuple[float, int, float]:
-    """Reduce the last stage's sums over data parallel ranks and tell every stage: (mean loss, learnt tokens, `beside`).
+def _sum_over_world(reports: list[dict[str, Tensor]], beside: Tensor | None = None, own_s: float = 0.0) -> _Sums:
+    """Reduce the last stage's sums over data parallel ranks and tell every stage.
 
-    `beside` is a number that is read from the device together with them, since each reading waits for it.
+    `beside` is a number of this process that is read from the device together with them, since each reading waits for
+    it; `own_s` is told to the others.
     """
     device = enter_platform().device
-    sums = torch.zeros(2, dtype=torch.double, device=device)
+    num_processes = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    sums = torch.zeros(2 + num_processes, dtype=torch.double, device=device)
     if parallel_state.is_pipeline_last_stage():
-        sums += torch.stack([report["loss"] for report in reports]).sum(0)
+        sums[:2] = torch.stack([report["loss"] for report in reports]).sum(0)
+        sums[2 + parallel_state.get_data_parallel_rank(with_context_parallel=True)] = own_s
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast(
@@ -210,15 +226,18 @@ def _mean_over_world(reports: list[dict[str, Tensor]], beside: Tensor | None = N
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
     more = sums.new_zeros(1) if beside is None else beside.to(sums.device).reshape(1)
-    total, count, read = torch.cat([sums, more]).tolist()
-    return total / max(count, 1.0), int(count), read
+    total, count, *each, read = torch.cat([sums, more]).tolist()
+    return _Sums(mean=total / max(count, 1.0), learnt=int(count), beside=read, own_s=tuple(each))
 
 
-def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: OwnLoss | None = None) -> StepResult:
+def train_step(
+    model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: OwnLoss | None = None, own_s: float = 0.0
+) -> StepResult:
     """Learn from this rank's micro-batches of one global batch, by cross-entropy or by the loss of a program.
 
-    The optimizer's learning rate is set by the caller. A loss or a gradient norm that is not finite is returned as it
-    is; the caller decides what it means, the parameters are then not to be saved.
+    `own_s` is what `Pace` says of the step before, for the others to know. The optimizer's learning rate is set by the
+    caller. A loss or a gradient norm that is not finite is returned as it is; the caller decides what it means, the
+    parameters are then not to be saved.
     """
     model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -226,8 +245,8 @@ def train_step(model: Any, optimizer: Any, batches: Sequence[MicroBatch], loss: 
     forward = partial(_forward_for_loss, processor=processor)
     reports = _run_schedule(model, batches, forward_only=False, forward=forward)
     _, grad_norm, _ = optimizer.step()
-    mean, learnt, norm = _mean_over_world(reports, torch.as_tensor(grad_norm, dtype=torch.double))
-    return StepResult(loss=mean, learnt_tokens=learnt, grad_norm=norm)
+    sums = _sum_over_world(reports, torch.as_tensor(grad_norm, dtype=torch.double), own_s)
+    return StepResult(loss=sums.mean, learnt_tokens=sums.learnt, grad_norm=sums.beside, own_s=sums.own_s)
 
 
 @torch.no_grad()
@@ -235,8 +254,8 @@ def evaluate(model: Any, batches: Sequence[MicroBatch]) -> tuple[float, int]:
     """Return (mean loss over learnt tokens, their number) of micro-batches dealt to all ranks, without dropout."""
     model.eval()
     try:
-        mean, learnt, _ = _mean_over_world(_run_schedule(model, batches, forward_only=True, forward=_forward_for_loss))
-        return mean, learnt
+        sums = _sum_over_world(_run_schedule(model, batches, forward_only=True, forward=_forward_for_loss))
+        return sums.mean, sums.learnt
     finally:
         model.train()
 

@@ -181,7 +181,7 @@ class Session:
         self._report = StartReport(self.clock, self.journal, self.told)
         profile = self.config.train.profile if rank() == 0 else None
         self._profiler = StepProfiler(self.run_dir, done, profile, self.journal, self.told)
-        self._steps = Steps(self.survey, setup, data.source, batches)
+        self._steps = Steps(self.survey, setup, data.source, batches, self.journal, self.told)
         self._obey(self.callbacks.agree())
 
     def _restore_callbacks(self) -> None:
