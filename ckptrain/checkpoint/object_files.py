@@ -50,11 +50,6 @@ class Stored:
     """None where the store does not say."""
 
 
-def is_url(text: str) -> bool:
-    """Tell whether a path is a URL."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
-
-
 @attrs.frozen
 class ObjectPath:
     """A URL of an object, or of all that begin with it; can be sent to other processes."""

@@ -77,7 +77,7 @@ def _newest(run_dir: Path) -> CommittedCheckpoint:
     found = store_of(run_dir).scan()
     if not found:
         raise CheckpointNotFound(
-            f"the run {run_dir} has no checkpoint yet; it saves its first at checkpoint.every_steps"
+            f"the run {as_given(run_dir)} has no checkpoint yet; it saves its first at checkpoint.every_steps"
         )
     newest = found[-1]
     if isinstance(newest, CommittedCheckpoint):
@@ -89,8 +89,9 @@ def _damage_summary(
     run_dir: Path, newest: DamagedCheckpoint, found: list[CommittedCheckpoint | DamagedCheckpoint]
 ) -> str:
     whole = [checkpoint.path for checkpoint in found if isinstance(checkpoint, CommittedCheckpoint)]
-    instead = f"to use the newest whole one, name it: {whole[-1]}" if whole else "the run has no whole checkpoint"
-    return f"the newest checkpoint of {run_dir}, {newest.path.name}, is damaged; {instead}"
+    named = f"to use the newest whole one, name it: {as_given(whole[-1])}" if whole else ""
+    instead = named or "the run has no whole checkpoint"
+    return f"the newest checkpoint of {as_given(run_dir)}, {newest.path.name}, is damaged; {instead}"
 
 
 def _appearance(path: Path) -> str:

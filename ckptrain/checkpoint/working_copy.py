@@ -20,7 +20,8 @@ from typing import Any
 
 import orjson
 
-from ckptrain.checkpoint.object_files import CREDENTIALS, ObjectPath, Stored, is_url
+from ckptrain.checkpoint.object_files import CREDENTIALS, ObjectPath, Stored
+from ckptrain.config.base import is_url
 from ckptrain.config.cache import cache_directory
 from ckptrain.errors import CkptrainError, ConfigError
 

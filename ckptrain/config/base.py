@@ -32,6 +32,11 @@ class Base:
     revision: str | None
 
 
+def is_url(text: str) -> bool:
+    """Tell a URL, such as s3://BUCKET/NAME, from a path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
 def is_path(pretrained: str, directory: Path) -> bool:
     """Tell a path from a Hub id: it looks like one (`./`, `/`, `~`, `.gguf`), or is there relative to `directory`."""
     if not pretrained or pretrained.startswith(_PACKAGE):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attrs
 
+from ckptrain.config.base import is_url
 from ckptrain.config.modules import MODULE_NAMES
 from ckptrain.config.schema import RunConfig
 from ckptrain.config.sources import source_problems
@@ -220,7 +221,7 @@ def _inputs(config: RunConfig) -> Iterator[Contradiction]:
     if template is not None and not Path(template).is_file():
         yield _contradiction("data.chat_template", f"data.chat_template: {template}: there is no such file")
     adapter = config.model.adapter
-    if adapter is not None and not Path(adapter).is_dir():
+    if adapter is not None and not is_url(adapter) and not Path(adapter).is_dir():
         found = "it is a file" if Path(adapter).is_file() else "there is no such directory"
         yield _contradiction(
             "model.adapter",

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import yaml
 
-from ckptrain.config.base import is_path
+from ckptrain.config.base import is_path, is_url
 from ckptrain.config.checks import contradictions
 from ckptrain.config.document import kind, parse_value, read_document
 from ckptrain.config.schema import RunConfig, SourceConfig
@@ -226,6 +226,8 @@ def _absolute(values: dict[str, Any], directory: Path, only: str | None = None) 
         if only not in (None, f"{section}.{name}") or not isinstance(holder, dict):
             continue
         value = holder.get(name)
+        if isinstance(value, str) and is_url(value):
+            continue  # of an adapter in an object store; a template or a base is none, and not found
         if isinstance(value, str) and value and (name != "pretrained" or is_path(value, directory)):
             holder[name] = os.path.normpath(directory / Path(value).expanduser())
     for section, name in _SOURCE_KEYS:

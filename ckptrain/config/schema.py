@@ -38,8 +38,8 @@ class ModelConfig:
     )
     revision: str | None = option("Branch, tag or commit of a Hub id; a local path has none.", default=None)
     adapter: str | None = option(
-        "Start from this adapter instead of a new one: a run directory or a checkpoint of ckptrain, a Hugging Face PEFT"
-        " directory, or a LoRA checkpoint of Megatron-Bridge or NeMo-RL.",
+        "Start from this adapter instead of a new one: a run or a checkpoint of ckptrain, a directory or its URL in an"
+        " object store; a Hugging Face PEFT directory; or a LoRA checkpoint of Megatron-Bridge or NeMo-RL.",
         default=None,
     )
     dtype: Literal["bfloat16", "float32"] = option(

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from ckptrain.checkpoint.ranks import gather_to_all, together
+from ckptrain.checkpoint.ranks import gather_to_all, on_rank0, together
 from ckptrain.checkpoint.reading import reading
+from ckptrain.checkpoint.working_copy import as_given, local_path
 from ckptrain.convert.sources import open_source
 from ckptrain.errors import DataError, StartRefused
 from ckptrain.lifecycle.fit import data_problems
@@ -92,9 +93,11 @@ def take_state(
 
 
 def _take_adapter(plan: WarmStart, survey: Survey, setup: ModelSetup, journal: Journal, told: Observers) -> None:
-    source = together(lambda: open_source(plan.adapter, shape=survey.shape, kind=survey.config.lora.kind))
+    # Of a run in an object store every process fetches the checkpoint that rank 0 has decided on.
+    where = on_rank0(lambda: as_given(plan.adapter))
+    source = together(lambda: open_source(local_path(where), shape=survey.shape, kind=survey.config.lora.kind))
     with source.held():  # another run may prune it
         tensors = warm_start(source, setup)
     form = source.facts.form
-    journal.record("warm_start", adapter=str(source.path), form=form, tensors=tensors)
-    told.on_progress(f"adapter from {source.path}, a {form} ({tensors} tensors)")
+    journal.record("warm_start", adapter=where, form=form, tensors=tensors)
+    told.on_progress(f"adapter from {where}, a {form} ({tensors} tensors)")

@@ -16,6 +16,7 @@ import attrs
 from ckptrain.checkpoint.integrity import CommittedCheckpoint
 from ckptrain.checkpoint.remote_store import store_of
 from ckptrain.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from ckptrain.checkpoint.working_copy import local_path
 from ckptrain.config.base import Base, locate_base
 from ckptrain.config.checks import config_problems, unproven
 from ckptrain.config.estimate import checkpoint_bytes
@@ -122,7 +123,7 @@ def lora_at_start(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         settings = newest.manifest.lora.settings
     elif config.model.adapter is not None:
         shape = read_shape(fetch(locate_base(config.model)))
-        settings = open_source(Path(config.model.adapter), shape=shape, kind=config.lora.kind).facts.lora.settings
+        settings = open_source(local_path(config.model.adapter), shape=shape, kind=config.lora.kind).facts.lora.settings
     else:
         return {}
     keys = ("dim", "alpha", "target_modules", "exclude_modules")
@@ -139,7 +140,7 @@ def _with_kind(config: RunConfig, shape: ModelShape, run_dir: Path | None) -> tu
     if newest is not None:
         origin = newest.manifest.lora.settings
     elif config.model.adapter is not None:
-        source = open_source(Path(config.model.adapter), shape=shape).facts
+        source = open_source(local_path(config.model.adapter), shape=shape).facts
         origin, notes = source.lora.settings, source.notes
     return attrs.evolve(config, lora=attrs.evolve(config.lora, kind=origin.kind)), notes
 
@@ -162,7 +163,7 @@ def decide_start(survey: Survey, run_dir: Path, *, read_contents: bool) -> Start
     newest, damaged = _newest_whole(store, read_contents=read_contents)
     source = None
     if newest is None and config.model.adapter is not None:
-        source = open_source(Path(config.model.adapter), shape=survey.shape, kind=config.lora.kind)
+        source = open_source(local_path(config.model.adapter), shape=survey.shape, kind=config.lora.kind)
         if read_contents and (problems := source.problems()):
             raise CheckpointDamaged(
                 f"cannot start from {source.path} (model.adapter): it is damaged", first_problems(problems)

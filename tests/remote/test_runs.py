@@ -19,6 +19,7 @@ from ckptrain.checkpoint.object_files import ObjectPath
 from ckptrain.checkpoint.resolve import resolve_checkpoint
 from ckptrain.checkpoint.working_copy import local_path
 from ckptrain.config.schema import RunConfig
+from ckptrain.errors import CkptrainError
 from ckptrain.lifecycle.journal import parse_lines
 
 if TYPE_CHECKING:
@@ -107,3 +108,46 @@ def test_a_store_that_fails_during_a_save_is_told_and_harms_nothing(
     assert "untouched" in failed["message"]
     stalls = [entry["stall_s"] for entry in journal if "stall_s" in entry]
     assert stalls[0] < 0.5
+
+
+def test_a_run_starts_from_the_adapter_of_one_in_a_store(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, run_url: str
+) -> None:
+    """Of its newest checkpoint or of one by name; on two hosts, of which each fetches it; then it is a run of its own."""
+    expected = {}
+    for step in (2, 4):
+        url = run_url if step == 4 else f"{run_url}/checkpoints/step-00000002"
+        config = tiny_config(f"model.adapter={url}", "train.steps=1", "data.validation=null")
+        assert config.model.adapter == url
+        run_dir = tmp_path / str(step)
+        [first, _] = launch(2, lambda config=config, run_dir=run_dir: on_hosts(config, run_dir, tmp_path / "disks"))
+        assert first.plan.kind == "WarmStart"
+        [entry] = [
+            line for line in parse_lines((run_dir / "journal.jsonl").read_bytes()) if line["event"] == "warm_start"
+        ]
+        assert entry["adapter"] == f"{run_url}/checkpoints/step-{step:08d}"
+        fetched = fetch_all(url, tmp_path / f"fetched-{step}")
+        there = tiny_config(f"model.adapter={fetched}", "train.steps=1", "data.validation=null")
+        launch(1, lambda there=there, step=step: api.run(there, run_dir=tmp_path / f"here-{step}"))
+        expected[step] = losses((tmp_path / f"here-{step}/metrics.jsonl").read_bytes())
+        assert losses((run_dir / "metrics.jsonl").read_bytes())[1] == pytest.approx(expected[step][1], abs=1e-6)
+    assert expected[2] != expected[4]
+
+
+def on_hosts(config: RunConfig, run_dir: Path, disks: Path) -> RunResult:
+    """Run as a process on a host of its own, whose caches no other sees."""
+    os.environ |= {"CKPTRAIN_CACHE": str(disks / f"host-{os.environ['RANK']}"), "LOCAL_RANK": "0"}
+    return api.run(config, run_dir=run_dir)
+
+
+def fetch_all(url: str, into: Path) -> Path:
+    """Return a PEFT directory of what a URL means, which a start from this disk can be compared with."""
+    launch(1, lambda: api.export(url, into, verify=False))
+    return into
+
+
+def test_an_adapter_that_is_not_in_the_store_is_refused(tiny_config: Callable[..., RunConfig], bucket: str) -> None:
+    """By the URL, before anything is computed."""
+    url = f"{bucket}/runs/none"
+    with pytest.raises(CkptrainError, match=rf"the run {url} has no checkpoint yet"):
+        api.plan(tiny_config(f"model.adapter={url}"), run_dir="unused")
